@@ -1,0 +1,3 @@
+from fp8calib.cli import main
+
+main()

@@ -1,0 +1,82 @@
+"""The command line. One file a command; bodies import late, call one function and render its result."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from fp8calib import __version__
+
+app = typer.Typer(
+    name="fp8calib",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Calibrate FP8 KV-cache scales for a Hugging Face model; write a checkpoint that vLLM reads.",
+    epilog="Exit codes: 0 ok; 1 a check failed; 2 wrong usage or an input refused; 3 a bug in "
+    "fp8calib; 130 interrupted.",
+)
+
+# Set before commands run; the entry point reads it when one fails.
+_debug = False
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line and exit with the documented code; never shows a traceback by itself."""
+    from fp8calib.errors import Fp8CalibError
+
+    try:
+        status = app(args=args, standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
+    except Fp8CalibError as problem:
+        _fail(str(problem), problem.exit_code)
+    except BrokenPipeError:
+        sys.exit(141)
+    except Exception as problem:
+        if hasattr(problem, "exit_code") and hasattr(problem, "format_message"):  # click's own
+            _fail(problem.format_message(), 2)
+        _fail(
+            f"unexpected {type(problem).__name__}: {problem}\nThis is a bug in fp8calib; "
+            "`fp8calib --debug ...` shows where. Please report it.",
+            3,
+        )
+
+
+def _fail(message: str, code: int) -> None:
+    if _debug and sys.exc_info()[0] is not None:
+        import traceback
+
+        traceback.print_exc()
+    from fp8calib.console import error
+
+    error(message)
+    sys.exit(code)
+
+
+from fp8calib.cli import calibrate, inspect, models  # noqa: E402, F401  (they register themselves)

@@ -1,0 +1,90 @@
+"""The one place that knows rich: messages, tables and progress on stderr, JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def info(message: str) -> None:
+    stderr.print(escape(message))
+
+
+def warn(message: str) -> None:
+    stderr.print(f"[yellow]warning:[/] {escape(message)}")
+
+
+def error(message: str) -> None:
+    stderr.print(f"[bold red]error:[/] {escape(message)}")
+
+
+def print_json(data: Any) -> None:
+    """Write `data` as JSON to stdout. NaN and infinities become strings: JSON has no words for them."""
+    print(json.dumps(_finite(data), indent=2))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table to stderr; the first column is left-aligned, the others right-aligned."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    stderr.print(table, soft_wrap=False)
+
+
+class Bar:
+    """Handle of one progress bar: `advance` by units done, optionally with a rate to show."""
+
+    def __init__(self, progress: Progress, task: Any) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, amount: float = 1, note: str = "") -> None:
+        self._progress.update(self._task, advance=amount, note=note)
+
+
+@contextmanager
+def progress(description: str, total: float | None) -> Iterator[Bar]:
+    """A progress bar with counts and time left; on a stream that is no terminal, nothing is drawn."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn() if total is not None else TextColumn(""),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bars:
+        yield Bar(bars, bars.add_task(description, total=total, note=""))
