@@ -1,0 +1,61 @@
+"""`fp8calib models`: what is embedded, and the folder of any model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fp8calib.cli import app
+
+
+@app.command(
+    epilog="Examples: fp8calib models   |   fp8calib models --path demo:smollm2-135m-instruct   |   "
+    "fp8calib models --path Qwen/Qwen3-0.6B"
+)
+def models(
+    path: Annotated[
+        str | None,
+        typer.Option(
+            "--path",
+            metavar="NAME",
+            help="Print the folder of this model (embedded, Hub id or folder), fetching it if needed.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """List the embedded models, or print the folder of one model with --path."""
+    from fp8calib import console, demo_model
+    from fp8calib.models import resolve_model
+
+    if path is not None:
+        folder = resolve_model(path)
+        if as_json:
+            console.print_json({"path": str(folder)})
+        else:
+            print(folder)
+        return
+    folder = demo_model.demo_folder()
+    cached = folder.is_dir()
+    if as_json:
+        entry = {
+            "name": demo_model.NAME,
+            "description": demo_model.DESCRIPTION,
+            "license": demo_model.LICENSE,
+            "cached": cached,
+            "path": str(folder),
+        }
+        console.print_json({"embedded": [entry]})
+        return
+    console.print_table(
+        "Embedded models",
+        ["name", "model", "license", "folder"],
+        [
+            [
+                demo_model.NAME,
+                demo_model.DESCRIPTION,
+                demo_model.LICENSE,
+                str(folder) if cached else "not fetched yet (`fp8calib models --path NAME`)",
+            ]
+        ],
+    )
