@@ -1,0 +1,133 @@
+"""Paged attention over an FP8 KV cache, in Triton for GPUs and in torch for CPUs.
+
+    store(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+        writes new tokens' K and V into pages;
+    attend(query, k_pages, v_pages, block_table, cu_seqlens_q, seq_lens, max_seqlen_q=..., ...)
+        attends new tokens to everything stored: prefill, chunked prefill, decode, mixed.
+
+Tensors (T new tokens of B sequences, flattened; Hq query and Hkv KV heads):
+
+    query         `[T, Hq, Dk]`   bfloat16, float16, float32, or float8_e4m3fn with ``q_scale``
+    key, value    `[T, Hkv, Dk]`, `[T, Hkv, Dv]`  bfloat16, float16 or float32
+    k_pages       `[num_pages, Hkv, page_size, Dk]`           uint8 (FP8) or native
+    v_pages       `[num_pages, Hkv, page_size/16, Dv, 16]`    see :mod:`.layout`
+    slot_mapping  `[T]`           int32 or int64: page * page_size + offset; -1 is not stored
+    block_table   `[B, max_pages]` int32: the pages of each sequence; other entries are not read
+    cu_seqlens_q  `[B + 1]`       int32: sequence b's new tokens are rows cu[b] to cu[b+1]
+    seq_lens      `[B]`           int32: tokens of each sequence, the new ones included; 0 allowed
+    k_scale, v_scale, q_scale     float32 `[1]` or `[Hkv]`; None is 1.0
+
+The new tokens are a sequence's last ones and must have been stored. Query i of n sees keys up to
+position ``seq_len - n + i`` (causal, aligned at the bottom right) and, with a sliding window of w,
+the last w of them. A query that sees nothing (sequence length 0: padding) gives 0.
+
+The arithmetic of FP8 pages is ``"accurate"`` (queries and probabilities as good as in 16 bit:
+relative error below 5e-3 against float64 on the dequantised values) or ``"fp8"``
+(FlashAttention-3's: queries quantised by ``q_scale``, probabilities in e4m3; about 2e-2).
+
+``backend`` is ``"triton"`` or ``"torch"``; by default the tensors' device decides (CUDA: triton).
+"""
+
+import torch
+
+from . import torch_backend
+from .layout import allocate, from_nhd, k_page_shape, page_bytes, to_nhd, v_page_shape
+from .scale import E4M3, E5M2, FORMATS, Fp8Format, dequantize, quantize
+from .validate import check_attend, check_store, choose_backend
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "FORMATS",
+    "Fp8Format",
+    "allocate",
+    "attend",
+    "dequantize",
+    "from_nhd",
+    "k_page_shape",
+    "page_bytes",
+    "quantize",
+    "store",
+    "to_nhd",
+    "v_page_shape",
+]
+
+
+def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+          slot_mapping: torch.Tensor, k_scale: torch.Tensor | None = None,
+          v_scale: torch.Tensor | None = None, *, fp8_format: str = "e4m3",
+          backend: str | None = None) -> None:
+    """Write new tokens' K and V into their slots, in place.
+
+    FP8 pages get ``clamp(x / scale)`` rounded to nearest even, NaN as NaN; native pages get a
+    cast. Slots must be distinct; -1 marks a row that is not stored.
+
+    Args:
+        key: `[T, Hkv, Dk]`, last axis contiguous.
+        value: `[T, Hkv, Dv]`, last axis contiguous.
+        k_pages: `[num_pages, Hkv, page_size, Dk]`.
+        v_pages: `[num_pages, Hkv, page_size / 16, Dv, 16]`.
+        slot_mapping: `[T]`, int32 or int64.
+        k_scale, v_scale: float32 `[1]` or `[Hkv]` on the same device; only for FP8 pages.
+        fp8_format: ``"e4m3"`` or ``"e5m2"``: what uint8 pages hold.
+        backend: ``"triton"``, ``"torch"`` or None.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit together.
+    """
+    check_store(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale, fp8_format)
+    choose_backend(backend, k_pages.device)
+    torch_backend.store(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale,
+                        fp8_format=fp8_format)
+
+
+def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+           block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, *,
+           max_seqlen_q: int, k_scale: torch.Tensor | None = None,
+           v_scale: torch.Tensor | None = None, q_scale: torch.Tensor | None = None,
+           scale: float | None = None, sliding_window: int | None = None,
+           softcap: float | None = None, sinks: torch.Tensor | None = None,
+           arithmetic: str = "accurate", fp8_format: str = "e4m3",
+           out: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
+    """Attend each sequence's new tokens to all of its stored tokens.
+
+    Args:
+        query: `[T, Hq, Dk]`, last axis contiguous; Hq a multiple of Hkv.
+        k_pages: `[num_pages, Hkv, page_size, Dk]`.
+        v_pages: `[num_pages, Hkv, page_size / 16, Dv, 16]`.
+        block_table: `[B, max_pages]`, int32.
+        cu_seqlens_q: `[B + 1]`, int32.
+        seq_lens: `[B]`, int32.
+        max_seqlen_q: an upper bound of the new tokens of one sequence (1 for plain decode).
+        k_scale, v_scale: float32 `[1]` or `[Hkv]` on the same device; only for FP8 pages.
+        q_scale: float32 `[1]` or `[Hkv]` (one for the query heads of a KV head, made from their
+            maximum); for float8 queries or ``arithmetic="fp8"``.
+        scale: factor of the scores; default ``Dk ** -0.5``.
+        sliding_window: tokens a query sees, itself included.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        sinks: `[Hq]`, logits that only enlarge each softmax's denominator (attention sinks).
+        arithmetic: ``"accurate"`` or ``"fp8"``; native pages take only the first.
+        fp8_format: ``"e4m3"`` or ``"e5m2"``: what uint8 pages hold.
+        out: `[T, Hq, Dv]` to fill; default new, in the query's dtype (bfloat16 for float8).
+        backend: ``"triton"``, ``"torch"`` or None.
+
+    Returns:
+        `[T, Hq, Dv]`; rows that belong to no sequence are 0.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit together, or an option out
+            of its range.
+    """
+    if out is None:
+        dtype = torch.bfloat16 if query.dtype == E4M3.dtype else query.dtype
+        out = query.new_empty(*query.shape[:-1], v_pages.shape[3], dtype=dtype)
+    check_attend(query, k_pages, v_pages, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, out,
+                 k_scale=k_scale, v_scale=v_scale, q_scale=q_scale, sliding_window=sliding_window,
+                 softcap=softcap, sinks=sinks, arithmetic=arithmetic, fp8_format=fp8_format)
+    choose_backend(backend, k_pages.device)
+    torch_backend.attend(query, k_pages, v_pages, block_table, cu_seqlens_q, seq_lens, out,
+                         k_scale=k_scale, v_scale=v_scale, q_scale=q_scale,
+                         scale=query.shape[-1] ** -0.5 if scale is None else scale,
+                         sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+                         arithmetic=arithmetic, fp8_format=fp8_format)
+    return out
