@@ -107,35 +107,36 @@ class Pages:
 
     def gather(self, seqs: list[int], first: list[int], lens: list[int], dtype: torch.dtype,
                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """K and V of tokens first..len of some sequences, dequantised, whole pages.
+        """K and V of tokens first..len of some sequences, dequantised, from whole pages.
 
         Returns:
-            K `[batch, num_kv_heads, num_tokens, head_dim_k]`, V likewise, both with zeros for the
-            tokens outside first..len, and the tokens' positions `[batch, num_tokens]`.
+            K `[batch, num_kv_heads, num_keys, head_dim_k]`, V likewise, both with zeros for the
+            tokens outside first..len, and the tokens' positions `[batch, num_keys]`.
         """
-        page_size = self.k.shape[2]
+        _, num_kv_heads, page_size, _ = self.k.shape
         first_page = [start // page_size for start in first]
-        count = max(-(-end // page_size) - page for end, page in zip(lens, first_page, strict=True))
+        width = max(end - page * page_size for end, page in zip(lens, first_page, strict=True))
         device = self.k.device
-        seq, start, end, page0 = torch.tensor([seqs, first, lens, first_page], device=device)
-        columns = page0[:, None] + torch.arange(count, device=device)
-        last = (end[:, None] - 1) // page_size
+        seq, end, page0 = torch.tensor([seqs, lens, first_page], device=device)[:, :, None]
+        columns = page0 + torch.arange(-(-width // page_size), device=device)
         # Beyond a sequence's last page the table holds anything: read the last page again.
-        pages = self.block_table[seq[:, None], torch.minimum(columns, last)].long()
-        positions = page0[:, None] * page_size + torch.arange(count * page_size, device=device)
-        k = self.k[pages]
-        v = v_to_tokens(self.v[pages])
-        dead = (positions < start[:, None]) | (positions >= end[:, None])
-        dead = dead[:, None, :, None] if bool(dead.any()) else None
-        k, v = (self._values(x, s, dead, dtype) for x, s in ((k, self.k_scale), (v, self.v_scale)))
-        return k, v, positions
+        pages = self.block_table[seq, columns.clamp(max=(end - 1) // page_size)].long()
+        heads = torch.arange(num_kv_heads, device=device)[:, None]
+        rows = (pages[:, None] * num_kv_heads + heads).flatten()  # batch, head, page
+        k = self.k.flatten(0, 1).index_select(0, rows)
+        v = v_to_tokens(self.v.flatten(0, 1).index_select(0, rows))
+        k, v = (x.view(len(seqs), num_kv_heads, -1, x.shape[-1])[:, :, :width] for x in (k, v))
+        for b, page in enumerate(first_page):
+            start, stop = first[b] - page * page_size, lens[b] - page * page_size
+            for x in (k, v):
+                x[b, :, :start] = 0
+                x[b, :, stop:] = 0
+        positions = page0 * page_size + torch.arange(width, device=device)
+        return self._values(k, self.k_scale, dtype), self._values(v, self.v_scale, dtype), positions
 
-    def _values(self, x: torch.Tensor, scale: torch.Tensor | None, dead: torch.Tensor | None,
-                dtype: torch.dtype) -> torch.Tensor:
-        """`[batch, pages, heads, page_size, dim]` as values `[batch, heads, tokens, dim]`."""
-        x = x.transpose(1, 2).flatten(2, 3)
-        if dead is not None:
-            x = x.masked_fill(dead, 0)
+    def _values(self, x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype,
+                ) -> torch.Tensor:
+        """Page entries `[batch, heads, tokens, dim]` as values."""
         if x.dtype != torch.uint8:
             return x.to(dtype)
         return _decode(x, None if scale is None else scale[:, None], self.fmt).to(dtype)
@@ -156,16 +157,13 @@ def _attend_batch(query: torch.Tensor, pages: Pages, seqs: list[int], lens: list
     first = [0 if window is None else max(0, end - num_new - window + 1) for end in lens]
     k, v, positions = pages.gather(seqs, first, lens, query.dtype)
     num_kv_heads, num_keys = k.shape[1], k.shape[2]
-    whole = len(set(lens)) == 1 and max(first) == 0
-    if whole:  # equal lengths, nothing before the window: cut the padding off, no need to mask it
-        num_keys = lens[0]
-        k, v, positions = k[:, :, :num_keys], v[:, :, :num_keys], positions[:, :num_keys]
     # [batch, num_kv_heads, group, num_new, head_dim]: heads of a group read the same K and V.
     q = query.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
     written_out = (attention.softcap is not None or attention.sinks is not None
                    or attention.quantize_p)
-    unwindowed = window is None or window >= num_keys
-    if whole and unwindowed and num_new in (1, num_keys) and not written_out:
+    # Every query sees every key, or causality is all there is to mask.
+    whole = set(lens) == {num_keys} and (window is None or window >= num_keys)
+    if whole and num_new in (1, num_keys) and not written_out:
         o = _sdpa(q, k, v, None, attention.scale)
     else:
         last = torch.tensor(lens, device=q.device)[:, None] - num_new
