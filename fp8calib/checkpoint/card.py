@@ -1,0 +1,97 @@
+"""The model card: README.md of a calibrated checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fp8calib import __version__
+from fp8calib.checkpoint.serving import serve_command, serving_notes
+from fp8calib.scales import ScaleSet
+
+_CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_MAX_CARD_BYTES = 1_000_000
+
+
+def model_card(source: Path, name: str, scales: ScaleSet, sidecar: dict[str, Any]) -> str:
+    """The text of README.md.
+
+    Args:
+        source: the folder of the original model, whose own card's licence is carried over.
+        name: what the new checkpoint is called.
+        scales: the scales it holds.
+        sidecar: the content of fp8calib.json; every key that the card mentions may be missing.
+    """
+    base = str(sidecar.get("model") or source.name)
+    skip = [str(word) for word in sidecar.get("skip_layers") or []]
+    matter: dict[str, Any] = {"base_model": base, "base_model_relation": "quantized"}
+    matter |= carried_over(source)
+    matter |= {"library_name": "transformers", "tags": ["fp8", "kv-cache", "fp8calib", "vllm"]}
+    kinds = "queries, keys and values" if scales.has_query else "keys and values"
+    per = "one per layer" if scales.strategy == "tensor" else "one per attention head"
+    notes = "\n".join(
+        f"- {note}" for note in serving_notes(scales.strategy, scales.has_query, skip)
+    )
+    facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(scales, sidecar))
+    front = yaml.safe_dump(matter, sort_keys=False, allow_unicode=True)
+    return f"""---
+{front}---
+
+# {name}
+
+{base} with calibrated scales for an FP8 (e4m3) KV cache: {kinds}, {per}. The weights are those of
+the original model, unchanged.
+
+```sh
+{serve_command(name, skip)}
+```
+
+{notes}
+
+## Calibration
+
+| | |
+|---|---|
+{facts}
+
+`fp8calib.json` holds the full record: every layer's maxima, the versions, the data's fingerprint.
+"""
+
+
+def carried_over(source: Path) -> dict[str, Any]:
+    """Licence, language and task from the YAML front matter of the source's own README.md."""
+    try:
+        text = (source / "README.md").read_bytes()[:_MAX_CARD_BYTES].decode("utf-8")
+        _, front, _ = text.split("---\n", 2)
+        matter = yaml.safe_load(front)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # no card, or one without matter
+        return {}
+    if not isinstance(matter, dict):
+        return {}
+    return {key: matter[key] for key in _CARRIED if _plain(matter.get(key))}
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(item, str) for item in value)
+    return isinstance(value, str) and bool(value)
+
+
+def _facts(scales: ScaleSet, sidecar: dict[str, Any]) -> list[tuple[str, str]]:
+    data = sidecar.get("dataset")
+    data = data if isinstance(data, dict) else {}
+    facts = [
+        ("strategy", scales.strategy),
+        ("layers", str(len(scales.layers))),
+        ("observer", sidecar.get("observer")),
+        ("margin", sidecar.get("margin")),
+        ("data", data.get("name")),
+        ("samples", data.get("samples")),
+        ("tokens", data.get("tokens")),
+        ("data fingerprint", data.get("fingerprint")),
+        ("skip layers", " ".join(map(str, sidecar.get("skip_layers") or []))),
+        ("made with", f"fp8calib {__version__}"),
+    ]
+    return [(key, str(value).replace("|", "\\|")) for key, value in facts if value]

@@ -1,0 +1,188 @@
+"""Output folders that appear whole or not at all.
+
+Everything is written into a hidden sibling, ``.NAME.fp8calib-tmp-PID-RANDOM``, flushed to disk, and
+renamed. A process that was killed leaves only such a sibling; the next run removes it, telling a
+dead writer from a live one by the lock that a writer holds on its folder until it ends.
+An earlier output is exchanged with the new one in a single step (renameat2). File systems without
+that step see two renames; a crash between them leaves the old one as ``.NAME.fp8calib-old-...``,
+and the next run puts it back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fp8calib.errors import CheckpointError
+
+SIDECAR = "fp8calib.json"
+_FICLONE = 0x40049409  # linux/fs.h: share the blocks of another file (btrfs, xfs, ...)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h, for renameat2
+
+
+def check_output(output: Path | str, overwrite: bool, source: Path | str | None = None) -> None:
+    """Refuse an output folder that could not be written, before any expensive work; first clear
+    away what a killed run may have left beside it.
+
+    Args:
+        output: the folder to write.
+        overwrite: whether an earlier output of fp8calib there may be replaced.
+        source: the checkpoint that is read, which must stay as it is.
+
+    Raises:
+        CheckpointError: one line saying what is in the way.
+    """
+    output = Path(output).resolve()
+    if source is not None and output.is_relative_to(Path(source).resolve()):
+        raise CheckpointError(f"the output {output} lies in the source model's folder")
+    if source is not None and Path(source).resolve().is_relative_to(output):
+        raise CheckpointError(f"the output {output} contains the source model's folder")
+    _recover(output)
+    if output.exists():
+        _check_existing(output, overwrite)
+    parent = next(place for place in output.parents if place.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise CheckpointError(f"cannot write {output}: {parent} is not a folder you can write to")
+
+
+def _check_existing(output: Path, overwrite: bool) -> None:
+    if not output.is_dir():
+        raise CheckpointError(f"the output {output} exists and is not a folder")
+    if output.is_mount():
+        raise CheckpointError(f"the output {output} is a mount point: name a folder inside it")
+    if not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"the output {output} exists: choose another with -o, or pass --overwrite"
+        )
+    if not (output / SIDECAR).is_file():
+        raise CheckpointError(
+            f"the output {output} was not written by fp8calib (it has no {SIDECAR}), so "
+            "--overwrite does not replace it: remove it yourself or choose another"
+        )
+
+
+@contextmanager
+def staged(output: Path | str, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder that becomes `output` when the block ends well, and is removed when it
+    does not. Raises CheckpointError for what `check_output` refuses, and for a full disk."""
+    check_output(output, overwrite)
+    output = Path(output).resolve()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = _sibling(output, "tmp")
+    staging.mkdir()
+    lock = os.open(staging, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield staging
+        _flush(staging)
+        _put_in_place(staging, output)
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise CheckpointError(
+                f"cannot write {output}: {problem.strerror}; nothing was left there"
+            ) from problem
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.close(lock)
+
+
+def _sibling(output: Path, role: str) -> Path:
+    unique = f"{os.getpid()}-{secrets.token_hex(4)}"
+    return output.parent / f".{output.name}.fp8calib-{role}-{unique}"
+
+
+def _recover(output: Path) -> None:
+    """Remove what killed runs left beside `output`; put an earlier output back if one of them was
+    killed while it replaced it."""
+    for leftover in _siblings(output, "tmp"):
+        with suppress(OSError):
+            lock = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(leftover)
+            finally:
+                os.close(lock)
+    for earlier in _siblings(output, "old"):
+        if output.exists():
+            shutil.rmtree(earlier, ignore_errors=True)
+        else:
+            earlier.rename(output)
+
+
+def _siblings(output: Path, role: str) -> list[Path]:
+    prefix = f".{output.name}.fp8calib-{role}-"
+    if not output.parent.is_dir():
+        return []
+    return [place for place in output.parent.iterdir() if place.name.startswith(prefix)]
+
+
+def _flush(folder: Path) -> None:
+    """Write everything below `folder` through to the disk."""
+    for place, _, files in os.walk(folder):
+        for name in files:
+            _flush_entry(Path(place, name))
+        _flush_entry(Path(place))
+
+
+def _flush_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(staging: Path, output: Path) -> None:
+    if not output.exists() or not any(output.iterdir()):
+        staging.rename(output)
+    elif not _exchange(staging, output):
+        earlier = _sibling(output, "old")
+        output.rename(earlier)
+        staging.rename(output)
+        shutil.rmtree(earlier, ignore_errors=True)
+    _flush_entry(output.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change places in one step; False where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    if (code := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def copy_file(source: Path, target: Path, link: bool = False) -> None:
+    """Copy `source` byte for byte: sharing its blocks where the file system can, else by the
+    kernel's own copy; with `link` as a second name of the same file.
+
+    Raises:
+        CheckpointError: `link` across file systems.
+    """
+    if link:
+        try:
+            os.link(source, target)
+        except OSError as problem:
+            raise CheckpointError(
+                f"cannot hard-link {source} ({problem.strerror}): leave --link out to copy"
+            ) from problem
+        return
+    with source.open("rb") as reader, target.open("xb") as writer:
+        try:
+            fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
+            return
+        except OSError:  # no reflinks here
+            pass
+    shutil.copyfile(source, target)

@@ -1,0 +1,101 @@
+"""The kv_cache_scheme of config.json: what is accepted, and the one place that writes it."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from fp8calib.errors import CheckpointError
+from fp8calib.scales import STRATEGIES, Strategy
+
+METHOD = "compressed-tensors"
+
+
+def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The quantization section of a config.json, wherever its writer put it (vLLM looks in the
+    same places); None for a model that is not quantized."""
+    text = config.get("text_config")
+    for holder in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(holder.get(key), dict):
+                return holder[key]
+    return None
+
+
+def check_scheme(config: dict[str, Any]) -> Strategy | None:
+    """The strategy that config.json declares for the KV cache, None when it declares no scheme.
+
+    Raises:
+        CheckpointError: a scheme that vLLM refuses, or takes for something that it is not.
+    """
+    section = quantization_config(config) or {}
+    scheme = section.get("kv_cache_scheme")
+    if scheme is None:
+        return None
+    if not isinstance(scheme, dict):
+        raise CheckpointError(f"config.json: kv_cache_scheme is {scheme!r}, expected an object")
+    strategy = scheme.get("strategy")
+    if section.get("quant_method", METHOD) != METHOD:
+        strategy = strategy or "tensor"  # modelopt names none and means one scale per tensor
+    number = scheme.get("num_bits")
+    if number != 8 or scheme.get("type") != "float":
+        got = f"num_bits {number} and type {scheme.get('type')}"
+        raise _refused(got, "vLLM's FP8 cache is num_bits 8 and type float")
+    if strategy not in STRATEGIES:
+        raise _refused(f"strategy {strategy}", f"vLLM's FP8 cache knows {' and '.join(STRATEGIES)}")
+    if scheme.get("symmetric", True) is not True:
+        raise _refused("symmetric false", "vLLM's FP8 cache has no zero points")
+    if scheme.get("dynamic", False) is not False:
+        raise _refused(
+            f"dynamic {str(scheme['dynamic']).lower()}",
+            "vLLM would silently use the scales as static ones",
+        )
+    return strategy
+
+
+def _refused(got: str, why: str) -> CheckpointError:
+    return CheckpointError(f"config.json: kv_cache_scheme with {got} is not supported: {why}")
+
+
+def with_scheme(config: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """A copy of config.json that declares an FP8 KV cache of `strategy`.
+
+    A model that is not quantized gets compressed-tensors' section with no weight groups (the key
+    must be there: vLLM passes head counts on only then). A compressed-tensors model keeps its
+    section and gains the scheme. No attention group is ever written: the presence of q_scale is
+    the declaration.
+
+    Raises:
+        CheckpointError: the weights are quantized by another method.
+    """
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+
+    scheme = QuantizationArgs(
+        num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False
+    )
+    result = deepcopy(config)
+    section = quantization_config(result)
+    if section is None:
+        declared = QuantizationConfig(
+            config_groups={},
+            ignore=[],
+            format="dense",
+            quantization_status="compressed",
+            kv_cache_scheme=scheme,
+        )
+        result["quantization_config"] = declared.model_dump(mode="json", exclude_none=True)
+        return result
+    check_method(config)
+    section["kv_cache_scheme"] = scheme.model_dump(mode="json", exclude_none=True)
+    section.setdefault("config_groups", {})
+    return result
+
+
+def check_method(config: dict[str, Any]) -> None:
+    """Refuse to add KV scales to weights quantized by a method whose names we do not write."""
+    section = quantization_config(config)
+    if section is not None and (method := section.get("quant_method")) != METHOD:
+        raise CheckpointError(
+            f"config.json: the weights are quantized with {method}; KV scales can be added to "
+            f"unquantized and {METHOD} checkpoints only"
+        )

@@ -1,0 +1,161 @@
+"""The attention layers of a checkpoint, from config.json and the weights' names and shapes alone.
+
+Calibration learns a model's layers from a forward pass; reading a checkpoint must not need one (nor
+torch). Which modules hold a KV cache is told by the weights: a module with a query or fused
+projection, in the language model's own stack of layers. Counts and windows come from config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from fp8calib.layers import LayerSpec
+
+_PROJECTION = re.compile(
+    r"(?P<stack>(?:.+\.)?)(?P<index>\d+)\.(?P<attention>.+)\."
+    r"(?:q_proj|k_proj|qkv_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|query_key_value|c_attn"
+    r"|Wqkv|wqkv|W_pack|attn_qkv)\.\w+"
+)
+# Stacks of other towers, and attention to something else than the text so far.
+_FOREIGN = re.compile(
+    r"vision|visual|image|video|audio|speech|encoder(?!_decoder)|\bvit\b|tower|qformer|resampler"
+    r"|projector|cross|\bmtp\b|talker|code2wav"
+)
+_RECURRENT = ("A_log", "dt_bias", "q_conv1d", "conv1d")  # linear attention keeps a state, no cache
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a composite config.json (the whole of any other)."""
+    for key in _TEXT_CONFIGS:
+        if isinstance(config.get(key), dict):
+            return text_config(config[key])
+    return config
+
+
+def layers_from_checkpoint(config: dict[str, Any], tensors: Iterable[str]) -> list[LayerSpec]:
+    """The layers that own or share a KV cache, in order; empty when none can be recognised.
+
+    Args:
+        config: the content of config.json.
+        tensors: the names of all weight tensors.
+    """
+    text = text_config(config)
+    total = _first(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    names = {
+        index: name
+        for index, name in sorted(_attention_modules(tensors).items())
+        if (not isinstance(total, int) or index < total) and _attends(text, index)
+    }
+    sinks = {name.rpartition(".")[0] for name in tensors if name.endswith(".sinks")}
+    return [_layer(text, index, name, name in sinks) for index, name in names.items()]
+
+
+def _attention_modules(tensors: Iterable[str]) -> dict[int, str]:
+    """Module names by layer index, of the stack that has the most attention layers."""
+    stacks: dict[str, dict[int, str]] = defaultdict(dict)
+    recurrent = set()
+    for name in tensors:
+        match = _PROJECTION.fullmatch(name)
+        if match and not _FOREIGN.search(match["stack"] + match["attention"]):
+            module = f"{match['stack']}{match['index']}.{match['attention']}"
+            stacks[match["stack"]].setdefault(int(match["index"]), module)
+        module, _, leaf = name.removesuffix(".weight").rpartition(".")
+        if leaf in _RECURRENT:
+            recurrent.add(module)
+    best = max(stacks.values(), key=len, default={})
+    return {index: module for index, module in best.items() if module not in recurrent}
+
+
+def _first(config: dict[str, Any], *keys: str) -> Any:
+    return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def _layer_type(text: dict[str, Any], index: int) -> str:
+    """What config.json calls the layer: full_attention, sliding_attention, linear_attention...;
+    empty when it does not say."""
+    for key in ("layer_types", "layers_block_type", "attention_layers"):
+        types = text.get(key)
+        if isinstance(types, list) and index < len(types):
+            return str(types[index])
+    return ""
+
+
+def _attends(text: dict[str, Any], index: int) -> bool:
+    kind = _layer_type(text, index)
+    return not any(word in kind for word in ("linear", "mamba", "conv", "recurrent"))
+
+
+def _layer(text: dict[str, Any], index: int, name: str, sinks: bool) -> LayerSpec:
+    heads = _per_layer(text, index, "num_attention_heads", "n_head", "n_heads", "num_query_heads")
+    kv_heads = _per_layer(text, index, "num_key_value_heads", "num_kv_heads", "n_head_kv")
+    if text.get("multi_query") is True:
+        kv_heads = 1 if text.get("new_decoder_architecture") is not True else kv_heads
+    head_dim = _per_layer(text, index, "head_dim", "attention_head_dim", "kv_channels")
+    full = _layer_type(text, index) == "full_attention"
+    if full and text.get("attention_k_eq_v"):  # Gemma-4's global layers
+        kv_heads = _first(text, "num_global_key_value_heads") or kv_heads
+    if full and isinstance(text.get("global_head_dim"), int):
+        head_dim = text["global_head_dim"]
+    hidden = _first(text, "hidden_size", "n_embd", "d_model") or 0
+    heads = heads or 1
+    head_dim = head_dim or hidden // heads
+    value_dim = head_dim
+    if text.get("kv_lora_rank"):  # multi-head latent attention, as its forward pass expands it
+        head_dim = (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0)
+        value_dim = text.get("v_head_dim") or head_dim
+        kv_heads = heads
+    return LayerSpec(
+        index=index,
+        name=name,
+        num_heads=heads,
+        num_kv_heads=kv_heads or heads,
+        head_dim=head_dim,
+        v_head_dim=value_dim,
+        sliding_window=_window(text, index),
+        softcap=text.get("attn_logit_softcapping"),
+        sinks=sinks,
+        kv_source=_kv_source(text, index),
+    )
+
+
+def _per_layer(text: dict[str, Any], index: int, *keys: str) -> int | None:
+    value = _first(text, *keys)
+    if isinstance(value, list):
+        value = value[index] if index < len(value) else None
+    return value if isinstance(value, int) else None
+
+
+def _window(text: dict[str, Any], index: int) -> int | None:
+    """The layer's sliding window in tokens: `layer_types` says which layers have one; configs
+    older than that key say it in as many ways as there are families."""
+    window = _first(text, "sliding_window", "window_size")
+    if not isinstance(window, int) or window <= 0:
+        return None
+    kind = _layer_type(text, index)
+    if kind:
+        return window if kind in ("sliding_attention", "local") else None
+    if text.get("use_sliding_window") is False:
+        return None
+    if isinstance(first := text.get("max_window_layers"), int) and "use_sliding_window" in text:
+        return window if index >= first else None
+    pattern = text.get("sliding_window_pattern")
+    if pattern is None and text.get("model_type") == "gemma2":
+        pattern = 2
+    if isinstance(pattern, int) and pattern > 0:
+        return window if (index + 1) % pattern else None
+    return window
+
+
+def _kv_source(text: dict[str, Any], index: int) -> int | None:
+    """Gemma-3n and 4: the last layers re-use K and V of the last own-cache layer of their type."""
+    shared = text.get("num_kv_shared_layers")
+    total = text.get("num_hidden_layers")
+    if not isinstance(shared, int) or not isinstance(total, int) or index < total - shared:
+        return None
+    kind = _layer_type(text, index)
+    owners = [i for i in range(total - shared) if _layer_type(text, i) == kind]
+    return owners[-1] if owners else None

@@ -1,0 +1,207 @@
+"""Writing a checkpoint: the source's weights byte for byte, and the scales as one more shard.
+
+A lone ``model.safetensors`` must not stay under that name: transformers would take it, ignore the
+index, and run on scales that were never set. So all shards are renumbered, the scales are the last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from fp8calib.checkpoint.card import model_card
+from fp8calib.checkpoint.folder import SIDECAR, check_output, copy_file, staged
+from fp8calib.checkpoint.names import scale_name
+from fp8calib.checkpoint.reader import (
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    open_checkpoint,
+    read_json,
+    safe_file,
+)
+from fp8calib.checkpoint.scheme import check_method, with_scheme
+from fp8calib.console import progress
+from fp8calib.errors import CheckpointError
+from fp8calib.layers import LayerSpec
+from fp8calib.scales import ScaleSet, problems, require
+
+SCHEMA_VERSION = 1
+_WEIGHTS = {
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".onnx",
+    ".onnx_data", ".tflite", ".mlmodel", ".npz", ".pdparams",
+}  # fmt: skip
+_REPLACED = {"config.json", "README.md", SIDECAR}
+
+
+def check_source(source: Path | str) -> Checkpoint:
+    """Open a model that scales are to be added to; what stands in the way is found here, before any
+    expensive work.
+
+    Raises:
+        CheckpointError: unreadable; weights that are not safetensors; quantized by a method whose
+            scale names we do not write; a scheme that is refused; KV scales that are there already.
+    """
+    checkpoint = open_checkpoint(source)
+    check_method(checkpoint.config)
+    _ = checkpoint.strategy  # refuses a scheme that we would not know how to continue
+    there = [scale.tensor for kinds in checkpoint.scales.values() for scale in kinds.values()]
+    if there:
+        raise CheckpointError(
+            f"{source} already has KV-cache scales ({there[0]}): start from the original model"
+        )
+    return checkpoint
+
+
+def write_checkpoint(
+    source: Path | str,
+    output: Path | str,
+    scales: ScaleSet,
+    sidecar: dict[str, Any],
+    *,
+    layers: Sequence[LayerSpec],
+    link: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Write `source` with `scales` added as a new checkpoint folder, whole or not at all.
+
+    Args:
+        source: a Hugging Face folder with safetensors weights; it is only read.
+        output: the folder to make.
+        scales: one LayerScales for each of `layers`.
+        sidecar: how the scales came about; becomes fp8calib.json (`schema_version` is added).
+        layers: the model's attention layers, as calibration found them.
+        link: hard-link the weights instead of copying them. Editing one then edits the other.
+        overwrite: replace an earlier output of fp8calib at `output`.
+
+    Raises:
+        ScaleError: scales that are missing or unfit; nothing is written.
+        CheckpointError: a source or output that is refused, a full disk, or a result that does not
+            read back as what was meant.
+    """
+    source, output = Path(source), Path(output)
+    require(problems(scales, layers), "the scales cannot be written")
+    check_output(output, overwrite, source)
+    checkpoint = check_source(source)
+    config = with_scheme(checkpoint.config, scales.strategy)
+    tensors = _scale_tensors(checkpoint, scales)
+    with staged(output, overwrite) as folder:
+        _write_weights(checkpoint, folder, tensors, link)
+        for file in _companions(source):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(safe_file(source, str(file)), folder / file)
+        _write_json(folder / SIDECAR, {"schema_version": SCHEMA_VERSION} | sidecar)
+        card = model_card(source, output.resolve().name, scales, sidecar)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        _write_json(folder / "config.json", config)  # last: without it, no loader takes the folder
+        _check_written(folder, scales, layers)
+
+
+def _scale_tensors(checkpoint: Checkpoint, scales: ScaleSet) -> dict[str, np.ndarray]:
+    """The scale tensors by name, in the shapes that vLLM and transformers read: [1] for `tensor`,
+    [heads, 1, 1] for `attn_head`.
+
+    The modules of a loaded model may be called otherwise than in the file (a composite model's
+    language part, GPT-2 without its prefix); the file's own name of the layer is the one written.
+    """
+    own = {layer.index: layer.name for layer in checkpoint.layers}
+    tensors = {}
+    for index, layer in scales.layers.items():
+        module = own.get(index, layer.name)
+        if not any(name.startswith(f"{module}.") for name in checkpoint.tensors):
+            raise CheckpointError(
+                f"{checkpoint.path} has no weights of an attention module {module}"
+            )
+        for kind, values in layer.items():
+            shape = (1,) if scales.strategy == "tensor" else (-1, 1, 1)
+            tensors[scale_name(module, kind)] = values.astype("<f4").reshape(shape)
+    return tensors
+
+
+def _write_weights(
+    checkpoint: Checkpoint, folder: Path, tensors: dict[str, np.ndarray], link: bool
+) -> None:
+    """Copy the weight files under new numbers; write the scales' shard and the index of all."""
+    files = checkpoint.files
+    if not checkpoint.has_index and SINGLE in files:
+        files = (SINGLE,)  # transformers takes no other file then
+    count = len(files) + 1
+    renamed = {file: f"model-{n:05}-of-{count:05}.safetensors" for n, file in enumerate(files, 1)}
+    shard = f"model-{count:05}-of-{count:05}.safetensors"
+    real = {safe_file(checkpoint.path, file): new for file, new in renamed.items()}
+    size = sum(path.stat().st_size for path in real)
+    with progress("writing weights (MB)", size // 10**6) as bar:
+        for path, new in real.items():
+            copy_file(path, folder / new, link)
+            bar.advance(path.stat().st_size // 10**6)
+    (folder / shard).write_bytes(save(tensors, metadata={"format": "pt"}))
+    kept = {name: info for name, info in checkpoint.tensors.items() if info.file in real}
+    metadata = _index_metadata(checkpoint)
+    metadata["total_size"] = sum(info.end - info.start for info in kept.values()) + sum(
+        values.nbytes for values in tensors.values()
+    )
+    where = {name: real[info.file] for name, info in kept.items()} | dict.fromkeys(tensors, shard)
+    _write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(where.items()))})
+
+
+def _index_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    if not checkpoint.has_index:
+        return {}
+    metadata = read_json(safe_file(checkpoint.path, INDEX)).get("metadata")
+    return dict(metadata) if isinstance(metadata, dict) else {}
+
+
+def _companions(source: Path) -> Iterator[Path]:
+    """The files that belong to the model beside its weights, relative to `source`: tokenizer, chat
+    templates, generation config, code, licence. Not weights in any format (nor folders that hold
+    some: the same model in another form), not hidden files, not what the output has its own of."""
+    for path in sorted(source.iterdir()):
+        if path.name.startswith(".") or path.name == "__pycache__":
+            continue
+        if path.is_dir():
+            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            if not any(map(_is_weights, inside)):
+                yield from (
+                    file.relative_to(source)
+                    for file in inside
+                    if not any(part.startswith(".") for part in file.relative_to(source).parts)
+                )
+        elif not _is_weights(path) and path.name not in _REPLACED:
+            yield path.relative_to(source)
+
+
+def _is_weights(path: Path) -> bool:
+    name = path.name.removesuffix(".index.json")
+    return any(name.endswith(suffix) for suffix in _WEIGHTS)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_written(folder: Path, scales: ScaleSet, layers: Sequence[LayerSpec]) -> None:
+    """Read everything back and compare bit for bit, before the folder gets its name."""
+    written = open_checkpoint(folder)
+    found = {
+        (index, kind): scale.values.tobytes()
+        for index, kinds in written.scales.items()
+        for kind, scale in kinds.items()
+    }
+    meant = {
+        (index, kind): values.astype("<f4").tobytes()
+        for index, layer in scales.layers.items()
+        for kind, values in layer.items()
+    }
+    if found != meant or written.strategy != scales.strategy or written.stray:
+        raise CheckpointError("the checkpoint does not read back as it was meant to be written")
+    unobserved = {layer.index: layer.name for layer in written.layers}
+    for layer in layers:
+        unobserved.pop(layer.index, None)
+    if unobserved:
+        listed = ", ".join(unobserved.values())
+        raise CheckpointError(f"the weights hold attention layers that have no scales: {listed}")

@@ -1,0 +1,45 @@
+"""Scales made up for tests that write checkpoints: every value differs from every other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fp8calib.checkpoint import open_checkpoint, write_checkpoint
+from fp8calib.layers import LayerSpec
+from fp8calib.scales import LayerScales, ScaleSet, Strategy
+
+
+def make_scales(layers: Sequence[LayerSpec], strategy: Strategy, query: bool = True) -> ScaleSet:
+    """Scales around 0.01 to 1, none of which a 16-bit float could hold exactly."""
+    rng = np.random.default_rng(7)
+
+    def draw(heads: int) -> np.ndarray:
+        count = 1 if strategy == "tensor" else heads
+        return np.exp(rng.uniform(-4.5, 0, count)).astype(np.float32)
+
+    return ScaleSet(
+        strategy,
+        {
+            layer.index: LayerScales(
+                layer.name,
+                draw(layer.num_kv_heads),
+                draw(layer.num_kv_heads),
+                draw(layer.num_heads) if query else None,
+            )
+            for layer in layers
+        },
+    )
+
+
+def calibrated(
+    source: Path, output: Path, strategy: Strategy = "tensor", query: bool = True, **options: bool
+) -> ScaleSet:
+    """Write `source` with made-up scales to `output`; returns the scales."""
+    layers = open_checkpoint(source).layers
+    scales = make_scales(layers, strategy, query)
+    sidecar = {"model": "someone/tiny", "strategy": strategy, "observer": "absmax"}
+    write_checkpoint(source, output, scales, sidecar, layers=layers, **options)
+    return scales
