@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import glob
 import hashlib
+import io
 import json
 import re
 import sysconfig
@@ -145,7 +146,7 @@ def _folder(folder: Path, split: str | None, passage_chars: int) -> list[Part]:
 
 def _file(path: Path, passage_chars: int) -> Part:
     if path.suffix == ".parquet":
-        return Part(str(path), _tabular(path, "parquet"))
+        return _parquet(path)
     if path.suffix not in _SUFFIXES:
         raise DataError(f"{path}: files of this kind cannot be read; {_ACCEPTED}")
     try:
@@ -157,7 +158,7 @@ def _file(path: Path, passage_chars: int) -> Part:
     if not text.strip():
         raise DataError(f"{path} is empty")
     if path.suffix == ".csv":
-        return Part(str(path), _tabular(path, "csv", keep_default_na=False))
+        return _csv(path, text)
     if path.suffix in _TEXT_SUFFIXES:
         return Part(str(path), _texts(text, passage_chars))
     if path.suffix == ".json":
@@ -213,14 +214,31 @@ def _is_chat(turns: list[dict[str, Any]]) -> bool:
     return any(key in turns[0] for key in ("role", "from"))
 
 
-def _tabular(path: Path, kind: str, **options: Any) -> Sequence[Any]:
+def _csv(path: Path, text: str) -> Part:
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    reader = csv.DictReader(io.StringIO(text), strict=True)
+    records, lines = [], []
+    try:
+        for record in reader:
+            records.append(record)
+            lines.append(reader.line_num)
+    except csv.Error as problem:
+        raise DataError(f"{path}:{reader.line_num + 1} is not valid CSV: {problem}") from None
+    return Part(str(path), records, lines)
+
+
+def _parquet(path: Path) -> Part:
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+    from pyarrow.parquet import read_metadata
 
     try:
+        if read_metadata(path).num_rows == 0:  # `datasets` refuses such a file
+            return Part(str(path), [])
         files = glob.escape(str(path.absolute()))  # `data_files` takes patterns
-        return load_dataset(kind, data_files=files, split="train", **options)
-    except (csv.Error, OSError, ValueError, RuntimeError, LookupError) as problem:
-        raise DataError(f"{path} is not valid {kind}: {_first_line(problem)}") from problem
+        return Part(str(path), load_dataset("parquet", data_files=files, split="train"))
+    except (DatasetsError, OSError, ValueError, RuntimeError) as problem:
+        raise DataError(f"{path} cannot be read as Parquet: {_first_line(problem)}") from problem
 
 
 # --- the Hub
@@ -229,7 +247,7 @@ def _tabular(path: Path, kind: str, **options: Any) -> Sequence[Any]:
 def _from_hub(dataset: str, split: str | None) -> Part:
     """`owner/name`, or `owner/name:config`. `datasets` >= 4 runs no code of a dataset."""
     from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     if dataset == DEFAULT_DATASET and split is None:
         split = DEFAULT_SPLIT
@@ -246,7 +264,7 @@ def _from_hub(dataset: str, split: str | None) -> Part:
             f"{dataset}: no such file or folder, not in the cache, and the Hugging Face Hub cannot "
             f"be reached; use --dataset {PYDOC} or a local file"
         ) from None
-    except (OSError, ValueError, RuntimeError) as problem:
+    except (DatasetsError, OSError, ValueError, RuntimeError) as problem:
         hint = " (a configuration is given as NAME:CONFIG)" if "onfig" in str(problem) else ""
         raise DataError(f"{dataset}: {_first_line(problem)}{hint}") from problem
     return _pick_split(dataset, data, split)

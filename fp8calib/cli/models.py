@@ -10,7 +10,7 @@ from fp8calib.cli import app
 
 
 @app.command(
-    epilog="Examples: fp8calib models   |   fp8calib models --path demo:smollm2-135m-instruct   |   "
+    epilog="Examples: fp8calib models --path demo:smollm2-135m-instruct; "
     "fp8calib models --path Qwen/Qwen3-0.6B"
 )
 def models(
@@ -19,7 +19,7 @@ def models(
         typer.Option(
             "--path",
             metavar="NAME",
-            help="Print the folder of this model (embedded, Hub id or folder), fetching it if needed.",
+            help="Print the folder of this model (embedded, Hub id, folder); fetched if needed.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
@@ -40,7 +40,7 @@ def models(
     if as_json:
         entry = {
             "name": demo_model.NAME,
-            "description": demo_model.DESCRIPTION,
+            "model": demo_model.TITLE,
             "license": demo_model.LICENSE,
             "cached": cached,
             "path": str(folder),
@@ -49,13 +49,9 @@ def models(
         return
     console.print_table(
         "Embedded models",
-        ["name", "model", "license", "folder"],
-        [
-            [
-                demo_model.NAME,
-                demo_model.DESCRIPTION,
-                demo_model.LICENSE,
-                str(folder) if cached else "not fetched yet (`fp8calib models --path NAME`)",
-            ]
-        ],
+        ["name", "model", "license", "cached"],
+        [[demo_model.NAME, demo_model.TITLE, demo_model.LICENSE, "yes" if cached else "no"]],
+    )
+    console.info(
+        f"`fp8calib models --path NAME` prints its folder{'' if cached else ', fetching it first'}"
     )
