@@ -25,6 +25,8 @@ _FOREIGN = re.compile(
     r"|projector|cross|\bmtp\b|talker|code2wav"
 )
 _RECURRENT = ("A_log", "dt_bias", "q_conv1d", "conv1d")  # linear attention keeps a state, no cache
+# Families that know no num_key_value_heads, whatever their config.json says.
+_MULTI_HEAD = {"bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt"}
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
@@ -90,20 +92,16 @@ def _attends(text: dict[str, Any], index: int) -> bool:
 
 
 def _layer(text: dict[str, Any], index: int, name: str, sinks: bool) -> LayerSpec:
-    heads = _per_layer(text, index, "num_attention_heads", "n_head", "n_heads", "num_query_heads")
-    kv_heads = _per_layer(text, index, "num_key_value_heads", "num_kv_heads", "n_head_kv")
-    if text.get("multi_query") is True:
-        kv_heads = 1 if text.get("new_decoder_architecture") is not True else kv_heads
-    head_dim = _per_layer(text, index, "head_dim", "attention_head_dim", "kv_channels")
-    full = _layer_type(text, index) == "full_attention"
-    if full and text.get("attention_k_eq_v"):  # Gemma-4's global layers
-        kv_heads = _first(text, "num_global_key_value_heads") or kv_heads
-    if full and isinstance(text.get("global_head_dim"), int):
-        head_dim = text["global_head_dim"]
-    hidden = _first(text, "hidden_size", "n_embd", "d_model") or 0
-    heads = heads or 1
-    head_dim = head_dim or hidden // heads
-    value_dim = head_dim
+    text = text | _overrides(text, index)
+    heads = _count(text, index, "num_attention_heads", "n_head", "n_heads", "num_query_heads") or 1
+    kv_heads = _count(text, index, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
+    if text.get("model_type") in _MULTI_HEAD:
+        kv_heads = heads
+    elif text.get("multi_query") is True and text.get("new_decoder_architecture") is not True:
+        kv_heads = 1
+    hidden = _count(text, index, "hidden_size", "n_embd", "d_model") or 0
+    head_dim = _count(text, index, "head_dim", "attention_head_dim", "kv_channels")
+    head_dim = value_dim = head_dim or hidden // heads
     if text.get("kv_lora_rank"):  # multi-head latent attention, as its forward pass expands it
         head_dim = (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0)
         value_dim = text.get("v_head_dim") or head_dim
@@ -112,7 +110,7 @@ def _layer(text: dict[str, Any], index: int, name: str, sinks: bool) -> LayerSpe
         index=index,
         name=name,
         num_heads=heads,
-        num_kv_heads=kv_heads or heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=value_dim,
         sliding_window=_window(text, index),
@@ -122,7 +120,24 @@ def _layer(text: dict[str, Any], index: int, name: str, sinks: bool) -> LayerSpe
     )
 
 
-def _per_layer(text: dict[str, Any], index: int, *keys: str) -> int | None:
+def _overrides(text: dict[str, Any], index: int) -> dict[str, Any]:
+    """What this layer has otherwise than the model: transformers' `per_layer_config`, or the keys
+    of Gemma-4's own configs from which it is made."""
+    if isinstance(layers := text.get("per_layer_config"), dict):
+        own = layers.get(str(index))
+        return own if isinstance(own, dict) else {}
+    if not str(text.get("model_type")).startswith("gemma4"):
+        return {}
+    if _layer_type(text, index) != "full_attention":
+        return {}
+    own = {"head_dim": text.get("global_head_dim") or 512}
+    if text.get("attention_k_eq_v", True) and text.get("num_global_key_value_heads"):
+        own["num_key_value_heads"] = text["num_global_key_value_heads"]
+    return own
+
+
+def _count(text: dict[str, Any], index: int, *keys: str) -> int | None:
+    """A number that config.json gives for the whole model, or in a list by layer."""
     value = _first(text, *keys)
     if isinstance(value, list):
         value = value[index] if index < len(value) else None
