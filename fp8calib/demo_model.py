@@ -153,6 +153,7 @@ def _download(target: Path) -> Path:
                 shown = max(size, shown)
         finally:
             pip.kill()
+            pip.wait()
         output.seek(0)
         said = output.read().strip().splitlines()
     if status != 0:
