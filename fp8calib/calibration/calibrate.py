@@ -1,0 +1,246 @@
+"""`calibrate`: the whole way from a model's name to a checkpoint on disk."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fp8calib import __version__, console
+from fp8calib.calibration.report import KindReport, describe, kind_reports
+from fp8calib.calibration.statistics import Ranges
+from fp8calib.checkpoint import check_output, check_source, serve_command, write_checkpoint
+from fp8calib.data import TokenData, default_dataset, load_data
+from fp8calib.errors import DataError, ModelError
+from fp8calib.layers import LayerSpec, resolve_skip_layers
+from fp8calib.models import resolve_model
+from fp8calib.recipe import Calibration, Recipe
+from fp8calib.scales import (
+    Kind,
+    LayerScales,
+    ScaleSet,
+    amax_problems,
+    problems,
+    require,
+    scale_from_amax,
+)
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """What a calibration made. `output` is None after a dry run, and so is everything that only a
+    forward pass can tell."""
+
+    model: str
+    output: Path | None
+    recipe: Recipe
+    data: TokenData
+    skip_layers: list[str] = field(default_factory=list)
+    layers: list[LayerSpec] = field(default_factory=list)
+    scales: ScaleSet | None = None
+    reports: list[KindReport] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def serve(self) -> str | None:
+        return serve_command(str(self.output), self.skip_layers) if self.output else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "output": str(self.output) if self.output else None,
+            "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
+            "dataset": _dataset(self.data),
+            "skip_layers": self.skip_layers,
+            "layers": [report.to_dict() for report in self.reports],
+            "seconds": round(self.seconds, 2),
+            "serve": self.serve,
+        }
+
+
+def default_output(model: str, strategy: str) -> Path:
+    """`NAME-kvattn-fp8-STRATEGY` in the current folder, NAME being the last part of the model's."""
+    name = Path(model).expanduser().resolve().name if Path(model).exists() else model
+    return Path(f"{name.rsplit('/', 1)[-1].removeprefix('demo:')}-kvattn-fp8-{strategy}")
+
+
+def calibrate(
+    model: str | Path,
+    output: str | Path | None = None,
+    *,
+    recipe: Recipe | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    link: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> CalibrationResult:
+    """Calibrate FP8 KV-cache scales for `model` and write them as a checkpoint.
+
+    Args:
+        model: a folder, a Hub id, or ``demo:smollm2-135m-instruct``.
+        output: the folder to make; default `default_output`.
+        recipe: what to calibrate with; default values where None.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: ``auto`` (the checkpoint's), ``bfloat16``, ``float16`` or ``float32``.
+        link: hard-link the weight files instead of copying them.
+        overwrite: replace an earlier checkpoint at `output`.
+        dry_run: check everything that can be checked without loading weights, write nothing.
+        trust_remote_code: run model code that comes with the checkpoint.
+        options: keys of the recipe's calibration section (see `fp8calib.recipe.Calibration`) that
+            override it, e.g. ``strategy="attn_head"``, ``dataset="data.jsonl"``, ``samples=64``.
+
+    Raises:
+        UserError: anything in the model, the data or the options that stands in the way; nothing
+            has been written then.
+    """
+    recipe = (recipe or Recipe()).with_options(**options)
+    model = str(model)
+    asked = recipe.calibration
+    target = Path(output) if output is not None else default_output(model, asked.strategy)
+    source = resolve_model(model)
+    check_output(target, overwrite, source)
+    check_source(source)
+    data = _load_data(model, source, asked, trust_remote_code)
+    recipe = recipe.with_options(dataset=data.source, split=data.split)
+    console.info(f"recipe:\n{recipe.to_yaml().rstrip()}")
+    if dry_run:
+        return CalibrationResult(model, None, recipe, data)
+
+    start = time.perf_counter()
+    from fp8calib.attention import probe
+    from fp8calib.model_loading import load_model, load_tokenizer
+
+    loaded = load_model(source, device, dtype, trust_remote_code)
+    layers = probe(loaded)
+    skip_layers, _ = resolve_skip_layers(asked.kv_cache_dtype_skip_layers, layers)
+    recipe = recipe.with_options(kv_cache_dtype_skip_layers=skip_layers)
+    tokenizer = load_tokenizer(source, trust_remote_code)
+    ranges = _observe(loaded, tokenizer, data, asked)
+    scales = _scales(layers, ranges, asked)
+    reports = kind_reports(scales, ranges)
+    result = CalibrationResult(
+        model=model,
+        output=target,
+        recipe=recipe,
+        data=data,
+        skip_layers=skip_layers,
+        layers=layers,
+        scales=scales,
+        reports=reports,
+        seconds=time.perf_counter() - start,
+    )
+    sidecar = _sidecar(result, str(loaded.dtype).removeprefix("torch."), ranges)
+    write_checkpoint(source, target, scales, sidecar, layers=layers, link=link, overwrite=overwrite)
+    return result
+
+
+def _load_data(model: str, source: Path, asked: Calibration, trust_remote_code: bool) -> TokenData:
+    from fp8calib.model_loading import load_tokenizer, max_length
+
+    dataset, split = default_dataset(model)
+    if asked.dataset is not None:
+        dataset, split = asked.dataset, asked.split
+    longest = max_length(source, trust_remote_code) or asked.max_seq_len
+    if asked.max_seq_len > longest:
+        console.info(f"texts are cut to {longest} tokens: the model has no more positions")
+    return load_data(
+        load_tokenizer(source, trust_remote_code),
+        dataset,
+        split=asked.split or split,
+        samples=asked.samples,
+        max_seq_len=min(asked.max_seq_len, longest),
+        seed=asked.seed,
+        text_column=asked.text_column,
+        messages_column=asked.messages_column,
+    )
+
+
+def _observe(
+    model: Any, tokenizer: Any, data: TokenData, asked: Calibration
+) -> dict[int, dict[Kind, Ranges]]:
+    from fp8calib.calibration.core import Batch, make_batch, plan_batches
+    from fp8calib.calibration.oneshot import run_oneshot
+
+    vocabulary = model.get_input_embeddings().num_embeddings
+    largest = max(max(row) for row in data.rows)
+    if largest >= vocabulary:
+        raise DataError(f"token id {largest} is beyond the model's vocabulary of {vocabulary}")
+    size = asked.batch_size or (8 if model.device.type == "cuda" else 4)
+    batches = [make_batch(data.rows, texts) for texts in plan_batches(data.rows, size)]
+    with console.progress("calibrating (tokens)", data.num_tokens) as bar:
+        start, done = time.perf_counter(), 0
+
+        def on_batch(batch: Batch) -> None:
+            nonlocal done
+            done += batch.num_tokens
+            bar.advance(batch.num_tokens, f"{done / (time.perf_counter() - start):,.0f} tokens/s")
+
+        return run_oneshot(model, tokenizer, batches, query=asked.query, on_batch=on_batch).ranges()
+
+
+def _scales(
+    layers: list[LayerSpec], ranges: dict[int, dict[Kind, Ranges]], asked: Calibration
+) -> ScaleSet:
+    """Scales of every layer, past the gate that nothing unfit passes."""
+    by_layer = {}
+    unseen = [layer for layer in layers if layer.index not in ranges]
+    if unseen:
+        names = ", ".join(f"{layer.index} ({layer.name})" for layer in unseen)
+        raise ModelError(f"no K and V were observed in layer {names}; nothing was written")
+    for layer in layers:
+        seen = dict(ranges[layer.index])
+        if layer.kv_source is not None:  # the cache it reads was filled by another layer
+            seen |= {kind: ranges[layer.kv_source][kind] for kind in ("k", "v")}  # type: ignore[misc]
+            ranges[layer.index] = seen
+        scale = {kind: _scale(found, asked) for kind, found in seen.items()}
+        by_layer[layer.index] = LayerScales(layer.name, **scale)
+    scales = ScaleSet(asked.strategy, by_layer)
+    require(problems(scales, layers, query=asked.query), "calibration gave unfit scales")
+    amax = {
+        index: {kind: found.amax for kind, found in kinds.items()}
+        for index, kinds in ranges.items()
+    }
+    require(amax_problems(scales, amax, asked.margin), "calibration gave unfit scales")
+    return scales
+
+
+def _scale(ranges: Ranges, asked: Calibration) -> Any:
+    amax = ranges.amax.max(keepdims=True) if asked.strategy == "tensor" else ranges.amax
+    return scale_from_amax(amax, asked.margin)
+
+
+def _dataset(data: TokenData) -> dict[str, Any]:
+    return {
+        "name": data.source,
+        "split": data.split,
+        "columns": list(data.columns),
+        "samples": len(data.rows),
+        "requested": data.requested,
+        "tokens": data.num_tokens,
+        "fingerprint": data.fingerprint,
+    }
+
+
+def _sidecar(
+    result: CalibrationResult, dtype: str, ranges: dict[int, dict[Kind, Ranges]]
+) -> dict[str, Any]:
+    asked = result.recipe.calibration
+    packages = ("llmcompressor", "compressed-tensors", "transformers", "torch")
+    return {
+        "model": result.model,
+        "strategy": asked.strategy,
+        "observer": asked.observer,
+        "margin": asked.margin,
+        "query": asked.query,
+        "dtype": dtype,
+        "skip_layers": result.skip_layers,
+        "dataset": _dataset(result.data),
+        "recipe": result.recipe.model_dump(mode="json", exclude_none=True),
+        "versions": {"fp8calib": __version__} | {name: version(name) for name in packages},
+        "layers": describe(result.layers, ranges),
+    }

@@ -1,0 +1,104 @@
+"""llm-compressor's `oneshot` drives the calibration pass: our modifier and pipeline, registered.
+
+The modifier names itself in a recipe like any of theirs, the pipeline runs its pass. An Observer of
+theirs would see values flattened, without the padding mask and without their layer, so observing
+stays in the attention hook (core.py) and no observer is registered.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from llmcompressor import oneshot
+from llmcompressor.core import LifecycleCallbacks, active_session, create_session
+from llmcompressor.modifiers import Modifier, ModifierFactory
+from llmcompressor.pipelines import CalibrationPipeline
+from pydantic import PrivateAttr
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fp8calib.calibration.core import Batch, Collector, calibration_pass
+
+PIPELINE = "fp8calib"
+
+
+class KVCalibrationModifier(Modifier):
+    """Observes post-RoPE K and V (and Q) of every attention layer; changes nothing in the model."""
+
+    query: bool = True
+    requires_calibration_data: bool = True
+    _collector: Collector = PrivateAttr()
+    _on_batch: Callable[[Batch], None] = PrivateAttr()
+
+    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+        self._collector = Collector(self.query)
+        return True
+
+    @property
+    def collector(self) -> Collector:
+        return self._collector
+
+    def observe(self, model: PreTrainedModel, batches: DataLoader) -> None:
+        calibration_pass(
+            model, (batch for group in batches for batch in group), self._collector, self._on_batch
+        )
+
+
+ModifierFactory.register(KVCalibrationModifier.__name__, KVCalibrationModifier)
+
+
+@CalibrationPipeline.register(PIPELINE)
+class KVCalibrationPipeline(CalibrationPipeline):
+    """One forward pass over the batches for all KVCalibrationModifiers of the session's recipe."""
+
+    @staticmethod
+    def __call__(model: PreTrainedModel, dataloader: DataLoader, dataset_args: Any) -> None:
+        modifiers = active_session().lifecycle.recipe.modifiers
+        LifecycleCallbacks.calibration_start()
+        for modifier in modifiers:
+            if isinstance(modifier, KVCalibrationModifier):
+                modifier.observe(model, dataloader)
+        # Other modifiers of the same recipe compute weight scales at this event; left out, they
+        # would keep uninitialised ones.
+        LifecycleCallbacks.sequential_epoch_end(list(model.modules()))
+        LifecycleCallbacks.calibration_end()
+
+
+def run_oneshot(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Sequence[Batch],
+    *,
+    query: bool,
+    on_batch: Callable[[Batch], None] = lambda batch: None,
+) -> Collector:
+    """Calibrate `model` with `batches` through llm-compressor; the model comes back as it was."""
+    modifier = KVCalibrationModifier(query=query)
+    modifier._on_batch = on_batch
+    loader = DataLoader(list(batches), batch_size=1, collate_fn=list, shuffle=False)  # type: ignore[arg-type]
+    with as_it_was(model), create_session():
+        oneshot(
+            model=model,
+            processor=tokenizer,
+            dataset=loader,
+            recipe=modifier,
+            pipeline=PIPELINE,
+            moe_calibrate_all_experts=False,
+        )
+    return modifier.collector
+
+
+@contextmanager
+def as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """Undo what oneshot leaves behind: its wrapper of save_pretrained and an environment variable."""
+    parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        yield
+    finally:
+        vars(model).pop("save_pretrained", None)
+        if parallelism is None:
+            os.environ.pop("TOKENIZERS_PARALLELISM", None)

@@ -1,0 +1,156 @@
+"""`fp8calib calibrate`: scales from a model and some text, written as a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fp8calib.cli import app, options
+
+if TYPE_CHECKING:
+    from fp8calib.calibration import CalibrationResult
+    from fp8calib.calibration.report import KindReport
+
+
+@app.command(
+    epilog="Examples: fp8calib calibrate demo:smollm2-135m-instruct; "
+    "fp8calib calibrate meta-llama/Llama-3.1-8B-Instruct --dataset mine.jsonl --samples 256; "
+    "fp8calib calibrate ./model --strategy attn_head --skip-layers 0,-1 -o ./model-fp8-kv",
+)
+def calibrate(
+    model: options.Model,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tensor|attn_head",
+            help="tensor (default): one scale per layer, loads on every vLLM backend. attn_head: "
+            "one per head; better where heads of a layer differ widely in range, and needs "
+            "FlashAttention 3 or 4 to serve.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Folder to make; default NAME-kvattn-fp8-STRATEGY."),
+    ] = None,
+    dataset: options.Dataset = None,
+    split: options.Split = None,
+    text_column: options.TextColumn = None,
+    messages_column: options.MessagesColumn = None,
+    samples: options.Samples = None,
+    max_seq_len: options.MaxSeqLen = None,
+    seed: options.Seed = None,
+    query: Annotated[
+        bool | None,
+        typer.Option("--query/--no-query", help="Also write q_scale (default) or not."),
+    ] = None,
+    skip_layers: options.SkipLayers = None,
+    margin: Annotated[
+        float | None, typer.Option(help="Headroom: scales are multiplied by this, 1 or more.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Texts in one forward pass.")] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    recipe: options.RecipeName = None,
+    link: Annotated[
+        bool, typer.Option("--link", help="Hard-link the weights instead of copying them.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier output folder.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check model, data and options; load no weights.")
+    ] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.Json = False,
+) -> None:
+    """Calibrate FP8 KV-cache scales and write a checkpoint that vLLM picks up by itself."""
+    from fp8calib.recipe import Recipe, load_recipe
+
+    chosen = (load_recipe(recipe) if recipe else Recipe()).with_options(
+        strategy=strategy,
+        dataset=dataset,
+        split=split,
+        text_column=text_column,
+        messages_column=messages_column,
+        samples=samples,
+        max_seq_len=max_seq_len,
+        seed=seed,
+        query=query,
+        kv_cache_dtype_skip_layers=skip_layers,
+        margin=margin,
+        batch_size=batch_size,
+    )
+    from fp8calib import console
+    from fp8calib.calibration import calibrate as run
+
+    result = run(
+        model,
+        output,
+        recipe=chosen,
+        device=device,
+        dtype=dtype,
+        link=link,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        trust_remote_code=trust_remote_code,
+    )
+    if json:
+        console.print_json(result.to_dict())
+    else:
+        _show(result)
+
+
+def _show(result: CalibrationResult) -> None:
+    from fp8calib import console
+
+    data = result.data
+    console.info(f"data: {data.source}, {len(data.rows)} texts, {data.num_tokens:,} tokens")
+    if result.output is None:
+        console.info("dry run: everything that can be checked without the weights is in order")
+        return
+    console.print_table(
+        f"{len(result.layers)} layers, {result.recipe.calibration.strategy} scales "
+        "(shares of all values at scale 1.0 > at the calibrated scale)",
+        ["", "amax", "scale", "clipped %", "flushed to zero %"],
+        [_row(kind, result.reports) for kind in ("q", "k", "v") if _of(kind, result.reports)],
+    )
+    widest = sorted(result.reports, key=lambda report: -report.binades)[:3]
+    console.info(
+        "widest range (largest over median |x|): "
+        + "; ".join(
+            f"layer {r.layer} {r.kind}, 2^{r.binades:.1f} up to {r.amax:.4g}" for r in widest
+        )
+    )
+    if result.skip_layers:
+        console.info(
+            f"skip layers (recorded, not part of the scales): {' '.join(result.skip_layers)}"
+        )
+    console.info(
+        f"wrote {result.output} in {result.seconds:.1f} s\nserve it with:\n  {result.serve}"
+    )
+
+
+def _of(kind: str, reports: list[KindReport]) -> list[KindReport]:
+    return [report for report in reports if report.kind == kind]
+
+
+def _row(kind: str, reports: list[KindReport]) -> list[str]:
+    mine = _of(kind, reports)
+    count = len(mine)
+
+    def share(at_one: str, calibrated: str) -> str:
+        before, after = (
+            100 * sum(getattr(report, name) for report in mine) / count
+            for name in (at_one, calibrated)
+        )
+        return f"{before:.3g} > {after:.3g}"
+
+    return [
+        kind,
+        f"{min(r.amax for r in mine):.4g} - {max(r.amax for r in mine):.4g}",
+        f"{min(r.scale_min for r in mine):.3g} - {max(r.scale_max for r in mine):.3g}",
+        share("clipped_at_one", "clipped"),
+        share("flushed_at_one", "flushed"),
+    ]

@@ -1,0 +1,57 @@
+"""Options that several commands share, so that they are named and explained once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder, a Hugging Face Hub id, or demo:smollm2-135m-instruct."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+SkipLayers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kv-cache-dtype-skip-layers",
+        "--skip-layers",
+        metavar="LAYERS",
+        help="Layers that keep a 16-bit cache: indices (negative ones from the end) and "
+        "`sliding_window`, separated by spaces or commas; may be repeated.",
+    ),
+]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        help="A JSONL, JSON, Parquet, CSV or text file, a folder of these, a Hub id, builtin:pydoc "
+        "or builtin:stdlib-code.",
+    ),
+]
+Split = Annotated[str | None, typer.Option("--split", help="Split of the dataset.")]
+TextColumn = Annotated[str | None, typer.Option("--text-column", help="Column that holds text.")]
+MessagesColumn = Annotated[
+    str | None, typer.Option("--messages-column", help="Column that holds chat turns.")
+]
+Samples = Annotated[int | None, typer.Option("--samples", help="Texts to draw.")]
+MaxSeqLen = Annotated[int | None, typer.Option("--max-seq-len", help="Tokens a text is cut to.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the draw.")]
+RecipeName = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe", help="A recipe file, or the name of a built-in one. Options override it."
+    ),
+]
+Device = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Of weights: auto, bfloat16, float16 or float32.")
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint."),
+]

@@ -1,0 +1,146 @@
+"""Recipes: what to calibrate with, and what a calibrated checkpoint must keep to.
+
+A recipe is a YAML file of up to three sections: `calibration`, `gates` and `llmcompressor`, the
+last a native llm-compressor recipe that quantizes weights before the KV cache is calibrated.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from fp8calib.errors import RecipeError
+from fp8calib.layers import split_skip_layers
+
+MAX_RECIPE_BYTES = 1_000_000
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class Calibration(_Section):
+    """How scales are made. `dataset` None means the default of the model (see data.py);
+    `batch_size` None means a default by device."""
+
+    strategy: Literal["tensor", "attn_head"] = "tensor"
+    observer: Literal["absmax"] = "absmax"
+    margin: Annotated[float, Field(ge=1.0, le=16.0)] = 1.0
+    query: bool = True
+    kv_cache_dtype_skip_layers: tuple[str, ...] = ()
+    dataset: str | None = None
+    split: str | None = None
+    text_column: str | None = None
+    messages_column: str | None = None
+    samples: Annotated[int, Field(ge=1)] = 512
+    max_seq_len: Annotated[int, Field(ge=1)] = 2048
+    seed: Annotated[int, Field(ge=0)] = 42
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+
+    @field_validator("kv_cache_dtype_skip_layers", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> tuple[str, ...]:
+        return tuple(split_skip_layers(value if isinstance(value, list | tuple) else [value]))
+
+
+class Gates(_Section):
+    """Limits on what FP8 may cost, judged by `verify`; None leaves that number ungated."""
+
+    max_ppl_increase: Annotated[float, Field(gt=0)] | None = 0.02
+    max_kl: Annotated[float, Field(gt=0)] | None = 0.05
+    min_top1: Annotated[float, Field(gt=0, le=1)] | None = 0.90
+
+
+class Recipe(_Section):
+    calibration: Calibration = Calibration()
+    gates: Gates = Gates()
+    llmcompressor: dict[str, Any] | None = None
+
+    @field_validator("llmcompressor")
+    @classmethod
+    def _native(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        # llm-compressor passes over a stage whose name it does not know, and fails on an empty one.
+        for stage, modifiers in (value or {}).items():
+            if not stage.endswith("_stage"):
+                raise ValueError(f"stage {stage!r} must end in _stage, or it would be ignored")
+            for group, content in (modifiers or {}).items():
+                if group.endswith("_modifiers"):
+                    for name, options in (content or {}).items():
+                        if options is None:
+                            raise ValueError(f"{name} has no options; write `{name}: {{}}`")
+        return value
+
+    def with_options(self, **options: Any) -> Recipe:
+        """This recipe with those of `options` that are not None in the calibration section."""
+        given = {name: value for name, value in options.items() if value is not None}
+        content = self.model_dump()
+        content["calibration"] |= given
+        return _validated(content, "options")
+
+    def to_yaml(self) -> str:
+        content = self.model_dump(mode="json", exclude_none=True)
+        return yaml.safe_dump(content, sort_keys=False)
+
+
+def load_recipe(name: str) -> Recipe:
+    """Open a recipe by file name, or one of those that come with fp8calib by its name.
+
+    Raises:
+        RecipeError: no such recipe, not YAML, an unknown key (the nearest known one is named) or a
+            value that does not fit.
+    """
+    path = Path(name).expanduser()
+    if path.suffix not in (".yaml", ".yml") and not path.is_file():
+        return _builtin_recipe(name)
+    try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise RecipeError(f"{path}: larger than {MAX_RECIPE_BYTES} bytes, so not a recipe")
+        return parse_recipe(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as problem:
+        raise RecipeError(f"{path}: cannot be read as a recipe: {problem}") from None
+
+
+def _builtin_recipe(name: str) -> Recipe:
+    folder = files("fp8calib") / "recipes"
+    known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir())
+    if name not in known:
+        raise RecipeError(
+            f"there is no recipe {name!r}: give a .yaml file or one of {', '.join(known)}"
+        )
+    return parse_recipe((folder / f"{name}.yaml").read_text(encoding="utf-8"), name)
+
+
+def parse_recipe(text: str, where: str) -> Recipe:
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as problem:
+        raise RecipeError(f"{where}: not YAML: {' '.join(str(problem).split())}") from None
+    if not isinstance(content, dict):
+        raise RecipeError(f"{where}: a recipe is a mapping with a `calibration` section")
+    # An empty section means its defaults.
+    return _validated({key: value for key, value in content.items() if value is not None}, where)
+
+
+def _validated(content: dict[str, Any], where: str) -> Recipe:
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as problem:
+        messages = [_explain(error) for error in problem.errors()]
+        raise RecipeError(f"{where}: " + "; ".join(messages)) from None
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] != "extra_forbidden":
+        return f"{key}: {error['msg'].removeprefix('Value error, ')}, got {error['input']!r}"
+    section = {"calibration": Calibration, "gates": Gates}.get(str(error["loc"][0]))
+    model = Recipe if section is None or len(error["loc"]) == 1 else section
+    known = list(model.model_fields)
+    near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    return f"unknown key {key} ({hint})"
