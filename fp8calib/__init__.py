@@ -1,4 +1,4 @@
-"""FP8 KV-cache calibration: scales from your text, a checkpoint that vLLM reads, and honest numbers.
+"""FP8 KV-cache calibration: scales from your text, a checkpoint that vLLM reads, honest numbers.
 
 Importing this package imports no torch; the public names load on first use.
 """

@@ -164,7 +164,11 @@ def probe(model: PreTrainedModel) -> list[LayerSpec]:
         **kwargs: Any,
     ) -> torch.Tensor:
         name, index = names[id(module)], getattr(module, "layer_idx", None)
-        _refuse_unreadable(name, index, module, specs, kwargs)
+        if problem := _unreadable(index, module, specs, kwargs):
+            raise ModelError(
+                f"attention layer {name} ({type(module).__name__}) {problem}: not supported"
+            )
+        assert index is not None
         specs[index] = LayerSpec(
             index=index,
             name=name,
@@ -206,24 +210,19 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     return decoder if isinstance(decoder, torch.nn.Module) else model
 
 
-def _refuse_unreadable(
-    name: str,
-    index: int | None,
-    module: torch.nn.Module,
-    seen: dict[int, LayerSpec],
-    kwargs: dict[str, Any],
-) -> None:
-    what = None
+def _unreadable(
+    index: int | None, module: torch.nn.Module, seen: dict[int, LayerSpec], kwargs: dict[str, Any]
+) -> str | None:
+    """Why this layer's values would be misread, or None."""
     if index is None:
-        what = "does not know its layer index"
-    elif index in seen:
-        what = f"shares layer index {index} with {seen[index].name}"
-    elif not getattr(module, "is_causal", True):
-        what = "is not causal"
-    elif kwargs.get("position_bias") is not None:
-        what = "adds a position bias to its logits"
-    if what:
-        raise ModelError(f"attention layer {name} ({type(module).__name__}) {what}: not supported")
+        return "does not know its layer index"
+    if index in seen:
+        return f"shares layer index {index} with {seen[index].name}"
+    if not getattr(module, "is_causal", True):
+        return "is not causal"
+    if kwargs.get("position_bias") is not None:
+        return "adds a position bias to its logits"
+    return None
 
 
 def _cache_owners(cache: Any, model: PreTrainedModel) -> set[int]:

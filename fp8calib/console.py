@@ -38,7 +38,7 @@ def error(message: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Write `data` as JSON to stdout. NaN and infinities become strings: JSON has no words for them."""
+    """Write `data` as JSON to stdout. NaN and infinities become strings: JSON has none."""
     print(json.dumps(_finite(data), indent=2))
 
 
@@ -74,7 +74,7 @@ class Bar:
 
 @contextmanager
 def progress(description: str, total: float | None) -> Iterator[Bar]:
-    """A progress bar with counts and time left; on a stream that is no terminal, nothing is drawn."""
+    """A progress bar with counts and time left; nothing is drawn where stderr is no terminal."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -53,9 +53,14 @@ def max_length(source: Path, trust_remote_code: bool = False) -> int | None:
 
 
 def load_model(
-    source: Path, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
+    source: Path,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    config: Any = None,
 ) -> PreTrainedModel:
-    """The causal language model in `source`, in eval mode, on one device.
+    """The causal language model in `source`, in eval mode, on one device; `config` replaces the
+    one in its config.json.
 
     Raises:
         ModelError: transformers cannot load it, or it needs code of its own and may not run it.
@@ -65,6 +70,8 @@ def load_model(
     if not stderr.is_terminal:
         logging.disable_progress_bar()
     placed = {"device_map": {"": where}} if where.type == "cuda" else {}
+    if config is not None:
+        placed["config"] = config
     model = _load(AutoModelForCausalLM, source, trust_remote_code, dtype=kind, **placed)
     return model.eval().requires_grad_(False)
 

@@ -23,7 +23,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 E4M3_MAX = np.float32(448)  # largest finite float8_e4m3fn
 E4M3_HALF_SUBNORMAL = np.float32(2.0**-10)  # at or below it, e4m3 rounds to zero
 _TINY = np.finfo(np.float32).tiny  # smallest normal float32
-MAX_SCALE = np.float32(1e4)  # a scale beyond it stands for |x| > 4e6: no attention input is that large
+MAX_SCALE = np.float32(
+    1e4
+)  # a scale beyond it stands for |x| > 4e6: no attention input is that large
 MAX_SLACK = np.float32(16)  # a scale this far above amax/448 wastes four of e4m3's binades
 
 

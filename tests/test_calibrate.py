@@ -326,7 +326,7 @@ def test_c18_not_finite_names_layer_and_text(
     def spoil(model: Any) -> None:
         weight = model.model.embed_tokens.weight
         weight[:, 62:] = 0
-        weight[bad, 62:] = 2
+        weight[bad, 62:] = 1e4
         for layer in model.model.layers:  # nothing else ever reaches these channels
             layer.self_attn.o_proj.weight[62:] = 0
             layer.mlp.down_proj.weight[62:] = 0

@@ -5,6 +5,6 @@ import os
 # llm-compressor's own switch, read at its import: its log lines speak of choices we make knowingly.
 os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
 
-from fp8calib.calibration.calibrate import CalibrationResult, calibrate  # noqa: E402
+from fp8calib.calibration.end_to_end import CalibrationResult, calibrate
 
 __all__ = ["CalibrationResult", "calibrate"]

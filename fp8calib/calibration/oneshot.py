@@ -18,7 +18,7 @@ from llmcompressor.modifiers import Modifier, ModifierFactory
 from llmcompressor.pipelines import CalibrationPipeline
 from pydantic import PrivateAttr
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fp8calib.calibration.core import Batch, Collector, calibration_pass
 
@@ -55,7 +55,7 @@ class KVCalibrationPipeline(CalibrationPipeline):
     """One forward pass over the batches for all KVCalibrationModifiers of the session's recipe."""
 
     @staticmethod
-    def __call__(model: PreTrainedModel, dataloader: DataLoader, dataset_args: Any) -> None:
+    def __call__(model: Any, dataloader: DataLoader, dataset_args: Any) -> None:
         modifiers = active_session().lifecycle.recipe.modifiers
         LifecycleCallbacks.calibration_start()
         for modifier in modifiers:
@@ -69,7 +69,7 @@ class KVCalibrationPipeline(CalibrationPipeline):
 
 def run_oneshot(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     batches: Sequence[Batch],
     *,
     query: bool,
@@ -78,7 +78,7 @@ def run_oneshot(
     """Calibrate `model` with `batches` through llm-compressor; the model comes back as it was."""
     modifier = KVCalibrationModifier(query=query)
     modifier._on_batch = on_batch
-    loader = DataLoader(list(batches), batch_size=1, collate_fn=list, shuffle=False)  # type: ignore[arg-type]
+    loader: DataLoader = DataLoader(list(batches), batch_size=1, collate_fn=list, shuffle=False)
     with as_it_was(model), create_session():
         oneshot(
             model=model,
@@ -93,7 +93,7 @@ def run_oneshot(
 
 @contextmanager
 def as_it_was(model: PreTrainedModel) -> Iterator[None]:
-    """Undo what oneshot leaves behind: its wrapper of save_pretrained and an environment variable."""
+    """Undo what oneshot leaves behind: its wrapper of save_pretrained, an environment variable."""
     parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

@@ -55,7 +55,7 @@ class RangeStatistics:
         """Take in `x` [B, heads, T, D]; `texts` int64 [B] numbers the rows' texts; `real` bool
         [B, T] marks real tokens, None when all are. NaN and infinity end up in amax."""
         codes, dropped = _codes(x)
-        padding = 0
+        padding: torch.Tensor | int = 0
         if real is not None:
             codes.masked_fill_(~real[:, None, :, None], 0)
             padding = (~real).sum() * x.shape[3]
@@ -143,7 +143,7 @@ class Ranges:
     def clipped(self, scale: np.ndarray) -> float:
         """Share of values beyond e4m3's largest at `scale` ([1] or [heads])."""
         above = bucket_edges()[:-1] >= (E4M3_MAX * scale.astype(np.float64))[:, None]
-        # The maximum alone decides whether anything is clipped; the bucket it shares decides how much.
+        # The exact maximum decides whether anything is clipped, the buckets how much.
         share = (self.histogram * above).sum(axis=1) * (self.amax > E4M3_MAX * scale)
         return float(share.sum() / max(self.histogram.sum(), 1))
 

@@ -14,9 +14,9 @@ from fp8calib.checkpoint import names
 from fp8calib.checkpoint.reader import SINGLE, Checkpoint, open_checkpoint, scale_set
 from fp8calib.checkpoint.scheme import METHOD, quantization_config
 from fp8calib.checkpoint.serving import serve_command, serving_notes
-from fp8calib.errors import UserError
+from fp8calib.errors import ScaleError, UserError
 from fp8calib.layers import resolve_skip_layers
-from fp8calib.scales import KINDS, Kind, Strategy, problems
+from fp8calib.scales import KINDS, Kind, Strategy, problems, scale_from_amax
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _uncalibrated(checkpoint: Checkpoint) -> Iterator[str]:
     """Scales that no observer would have come by. A layer's scale of exactly 1.0 is believed only
-    where the record says that the layer held nothing but zeros."""
+    where the recorded maxima give just that."""
     owners = {layer.index for layer in checkpoint.layers if layer.kv_source is None}
     owners = owners or set(checkpoint.scales)
     for kind in KINDS:
@@ -214,7 +214,7 @@ def _uncalibrated(checkpoint: Checkpoint) -> Iterator[str]:
                 "only cast write it"
             )
         ones = [index for index, value in values.items() if (value == 1).all()]
-        ones = [index for index in ones if not _recorded_as_empty(checkpoint, index, kind)]
+        ones = [index for index in ones if not _recorded_as_one(checkpoint, index, kind)]
         if ones and len(ones) == len(values):
             yield f"not calibrated: {kind}_scale is exactly 1.0 in every layer"
         elif ones:
@@ -222,11 +222,13 @@ def _uncalibrated(checkpoint: Checkpoint) -> Iterator[str]:
             yield f"not calibrated: {kind}_scale is exactly 1.0 in layers {listed}"
 
 
-def _recorded_as_empty(checkpoint: Checkpoint, index: int, kind: Kind) -> bool:
+def _recorded_as_one(checkpoint: Checkpoint, index: int, kind: Kind) -> bool:
+    """Whether the maxima in the record do give a scale of 1.0: those of a layer without content."""
+    record = checkpoint.sidecar or {}
     try:
-        amax = (checkpoint.sidecar or {})["layers"][str(index)][kind]["amax"]
-        return not np.any(np.asarray(amax, dtype=np.float32))
-    except (KeyError, TypeError, ValueError):
+        amax = np.asarray(record["layers"][str(index)][kind]["amax"], dtype=np.float32)
+        return bool(scale_from_amax(amax.max(), record.get("margin", 1.0)) == 1)
+    except (KeyError, TypeError, ValueError, ScaleError):
         return False
 
 

@@ -18,7 +18,7 @@ CURRENT, KV_SCALE, OUTPUT_SCALE, PROJECTION, RUNTIME = (
 # What vLLM makes of the older forms that it does not read as they were meant.
 MISREAD = {
     KV_SCALE: "vLLM takes it for k_scale and leaves v at 1.0",
-    OUTPUT_SCALE: "vLLM stops on it, or leaves the layer at 1.0",
+    OUTPUT_SCALE: "vLLM stops while loading it",
     RUNTIME: "a runtime name, which some of vLLM's loaders map to the wrong place",
 }
 _LAST = re.compile(

@@ -1,4 +1,4 @@
-"""The command line. One file a command; bodies import late, call one function and render its result."""
+"""The command line. One file a command; bodies import late, call one function, render."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Calibrate FP8 KV-cache scales for a Hugging Face model; write a checkpoint that vLLM reads.",
+    help="FP8 KV-cache scales for Hugging Face models, in checkpoints that vLLM reads.",
     epilog="Exit codes: 0 ok; 1 a check failed; 2 wrong usage or an input refused; 3 a bug in "
     "fp8calib; 130 interrupted.",
 )
@@ -36,7 +36,9 @@ def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     global _debug

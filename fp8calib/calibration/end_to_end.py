@@ -142,16 +142,17 @@ def calibrate(
 def _load_data(model: str, source: Path, asked: Calibration, trust_remote_code: bool) -> TokenData:
     from fp8calib.model_loading import load_tokenizer, max_length
 
-    dataset, split = default_dataset(model)
-    if asked.dataset is not None:
-        dataset, split = asked.dataset, asked.split
+    dataset, split = asked.dataset, asked.split
+    if dataset is None:
+        dataset, default_split = default_dataset(model)
+        split = split or default_split
     longest = max_length(source, trust_remote_code) or asked.max_seq_len
     if asked.max_seq_len > longest:
         console.info(f"texts are cut to {longest} tokens: the model has no more positions")
     return load_data(
         load_tokenizer(source, trust_remote_code),
         dataset,
-        split=asked.split or split,
+        split=split,
         samples=asked.samples,
         max_seq_len=min(asked.max_seq_len, longest),
         seed=asked.seed,
@@ -195,7 +196,7 @@ def _scales(
     for layer in layers:
         seen = dict(ranges[layer.index])
         if layer.kv_source is not None:  # the cache it reads was filled by another layer
-            seen |= {kind: ranges[layer.kv_source][kind] for kind in ("k", "v")}  # type: ignore[misc]
+            seen |= {kind: ranges[layer.kv_source][kind] for kind in ("k", "v")}
             ranges[layer.index] = seen
         scale = {kind: _scale(found, asked) for kind, found in seen.items()}
         by_layer[layer.index] = LayerScales(layer.name, **scale)
