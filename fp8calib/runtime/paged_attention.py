@@ -1,0 +1,74 @@
+"""The attention function of the runtime: store new K and V in pages, attend over the pages.
+
+It is registered with transformers under PAGED_ATTENTION, without a mask function: no mask is built,
+causality and windows are the kernels' work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fp8_paged_attention as fpa
+import torch
+from transformers import AttentionInterface
+
+from fp8calib.runtime.forward_context import forward_context
+
+PAGED_ATTENTION = "fp8calib_paged"
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend T new tokens, all sequences of a step packed into one row.
+
+    Args:
+        query, key, value: [1, Hq, T, Dk], [1, Hkv, T, Dk], [1, Hkv, T, Dv], after RoPE.
+    Returns:
+        [1, T, Hq, Dv] in query's dtype.
+    """
+    context = forward_context()
+    cache = context.layers[module.layer_idx]  # type: ignore[index]
+    tables = context.groups[cache.group]
+    if cache.stores:
+        fpa.store(
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            cache.k_pages,
+            cache.v_pages,
+            tables.slot_mapping,
+            cache.k_scale,
+            cache.v_scale,
+            fp8_format=cache.fp8_format,
+        )
+    out = fpa.attend(
+        query[0].transpose(0, 1),
+        cache.k_pages,
+        cache.v_pages,
+        tables.block_table,
+        context.cu_seqlens_q,
+        context.seq_lens,
+        max_seqlen_q=context.max_seqlen_q,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+        q_scale=cache.q_scale,
+        scale=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        arithmetic=cache.arithmetic,
+        fp8_format=cache.fp8_format,
+    )
+    return out[None], None
+
+
+AttentionInterface.register(PAGED_ATTENTION, paged_attention)
