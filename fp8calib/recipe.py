@@ -139,7 +139,7 @@ def _explain(error: Any) -> str:
     if error["type"] != "extra_forbidden":
         return f"{key}: {error['msg'].removeprefix('Value error, ')}, got {error['input']!r}"
     section = {"calibration": Calibration, "gates": Gates}.get(str(error["loc"][0]))
-    model: type[BaseModel] = Recipe if section is None or len(error["loc"]) == 1 else section
+    model: Any = Recipe if section is None or len(error["loc"]) == 1 else section
     known = list(model.model_fields)
     near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"

@@ -78,7 +78,8 @@ def run_oneshot(
     """Calibrate `model` with `batches` through llm-compressor; the model comes back as it was."""
     modifier = KVCalibrationModifier(query=query)
     modifier._on_batch = on_batch
-    loader: DataLoader = DataLoader(list(batches), batch_size=1, collate_fn=list, shuffle=False)
+    rows: Any = list(batches)
+    loader: DataLoader = DataLoader(rows, batch_size=1, collate_fn=list, shuffle=False)
     with as_it_was(model), create_session():
         oneshot(
             model=model,

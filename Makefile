@@ -1,0 +1,74 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Both make .venv, install what is missing there, and say what they run.
+#
+#   TORCH=...   what to install as torch, e.g. TORCH='torch==2.11.0'
+#   PYTHON=...  the interpreter that makes .venv (3.11 or newer)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+DEMO_MODEL := demo:smollm2-135m-instruct
+DEMO_OUT := demo-output
+DEMO_DATA := --samples 32 --max-seq-len 1024
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+demo: $(VENV)/.demo ## calibrate a real model both ways and inspect the result
+	@for strategy in tensor attn_head; do \
+		out=$(DEMO_OUT)/smollm2-135m-instruct-kvattn-fp8-$$strategy; \
+		echo "+ fp8calib calibrate $(DEMO_MODEL) --strategy $$strategy $(DEMO_DATA) -o $$out --overwrite"; \
+		$(BIN)/fp8calib calibrate $(DEMO_MODEL) --strategy $$strategy $(DEMO_DATA) -o $$out --overwrite; \
+		echo "+ fp8calib inspect $$out"; \
+		$(BIN)/fp8calib inspect $$out; \
+	done
+
+test: lint ## check style and types, run the tests (minutes)
+	$(BIN)/python -m pytest
+
+test-all: lint ## the same and the slow tests
+	$(BIN)/python -m pytest -m "not vllm"
+
+lint: $(VENV)/.dev ## ruff and mypy
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## let ruff put the code in order
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# One pip call a step, torch first: plain `torch` would bring gigabytes of CUDA to a machine without
+# an NVIDIA driver, so such a machine gets the CPU build where the index offers one.
+$(VENV)/.torch:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; set PYTHON=" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --upgrade pip
+	@if [ -n "$(TORCH)" ]; then choice='$(TORCH)'; \
+	elif command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then choice='torch>=2.10,<2.15'; \
+	elif $(PIP) download -q --no-deps -d $(VENV)/torch-wheel 'torch==2.13.0+cpu' 2>/dev/null; \
+	then choice='torch==2.13.0+cpu'; else choice='torch==2.13.0'; fi; \
+	rm -rf $(VENV)/torch-wheel; \
+	echo "+ pip install $$choice"; $(PIP) install -q "$$choice"
+	touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(PIP) install -q -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	$(PIP) install -q -e '.[dev]'
+	touch $@
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .venv-vllm $(DEMO_OUT) build dist
+
+.PHONY: help demo test test-all lint format clean
