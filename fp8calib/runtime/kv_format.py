@@ -1,4 +1,4 @@
-"""What the pages of each layer hold, and how the words of ``--kv-cache-dtype`` decide it."""
+"""What the pages of each layer hold, and how attention reads them."""
 
 from __future__ import annotations
 
@@ -8,40 +8,11 @@ from typing import Literal, get_args
 
 import torch
 
-from fp8calib.errors import UserError
 from fp8calib.layers import LayerSpec
 from fp8calib.scales import ScaleSet
 
 Arithmetic = Literal["accurate", "fp8"]
 ARITHMETICS: tuple[Arithmetic, ...] = get_args(Arithmetic)
-
-NATIVE_WORDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-FP8_WORDS = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
-WORDS = ("auto", *NATIVE_WORDS, *FP8_WORDS)
-
-# Words that vLLM knows and we do not: the start of the word, and where its format exists.
-_ELSEWHERE = (
-    ("fp8_inc", "exists only in vLLM on Intel Gaudi"),
-    ("fp8_ds_mla", "exists only in vLLM for DeepSeek's sparse attention on NVIDIA GPUs"),
-    ("nvfp4", "exists only in vLLM on NVIDIA Blackwell GPUs"),
-    ("turboquant", "exists only in vLLM"),
-    ("ultraquant", "exists only in vLLM"),
-)
-
-
-def check_word(word: str) -> None:
-    """Raise UserError unless `word` is a KV-cache dtype that this runtime has."""
-    if word in WORDS:
-        return
-    for start, where in _ELSEWHERE:
-        if word.startswith(start):
-            raise UserError(f"KV-cache dtype {word} {where}; here: {', '.join(WORDS)}")
-    if word.endswith("_per_token_head"):
-        raise UserError(
-            f"KV-cache dtype {word} exists only in vLLM, which computes its scales while it runs; "
-            f"here: {', '.join(WORDS)}"
-        )
-    raise UserError(f"unknown KV-cache dtype {word!r}: use one of {', '.join(WORDS)}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +56,7 @@ class KVFormat:
         return _owner(layer) in self.fp8_layers
 
     def describe(self, layers: Sequence[LayerSpec]) -> str:
-        """In one line: ``fp8_e4m3 with attn_head scales (28 of 30 layers; the others bfloat16)``."""
+        """One line: ``fp8_e4m3 with tensor scales (28 of 30 layers; the others bfloat16)``."""
         native = str(self.native).removeprefix("torch.")
         count = sum(map(self.is_fp8, layers))
         if not count:

@@ -119,7 +119,7 @@ class KVStore:
         else:
             source = self.layers[layer.kv_source]
             k_pages, v_pages = source.k_pages, source.v_pages
-        scales = {"k": None, "v": None, "q": None}
+        scales: dict[str, torch.Tensor | None] = {}
         fp8 = fmt.is_fp8(layer)
         if fp8 and fmt.scales is not None:
             owner = layer.index if layer.kv_source is None else layer.kv_source
@@ -131,9 +131,9 @@ class KVStore:
             group=group,
             k_pages=k_pages,
             v_pages=v_pages,
-            k_scale=scales["k"],
-            v_scale=scales["v"],
-            q_scale=scales["q"],
+            k_scale=scales.get("k"),
+            v_scale=scales.get("v"),
+            q_scale=scales.get("q"),
             fp8_format=fmt.fp8_format,
             arithmetic=fmt.arithmetic if fp8 else "accurate",
             stores=layer.kv_source is None,

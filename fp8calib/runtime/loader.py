@@ -67,8 +67,8 @@ def load(
 def without_attention_quantization(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of `config` whose quantization section speaks of weights alone.
 
-    compressed-tensors would otherwise hook every attention layer and fake-quantise K, V and Q there,
-    before they reach the pages. A section with nothing left is dropped.
+    compressed-tensors would otherwise hook every attention layer and fake-quantise K, V and Q
+    there, before they reach the pages. A section with nothing left is dropped.
     """
     config = deepcopy(config)
     section = getattr(config, "quantization_config", None)
@@ -100,8 +100,8 @@ def _is_attention_group(group: Any) -> bool:
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     found: set[int] = set()
-    generation = model.generation_config
-    for ids in (generation and generation.eos_token_id, tokenizer.eos_token_id):
+    for owner in (model.generation_config, tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
     return frozenset(found)

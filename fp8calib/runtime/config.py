@@ -1,0 +1,60 @@
+"""Everything that can be chosen about an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fp8calib.errors import UserError
+from fp8calib.runtime.kv_format import Arithmetic
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine, named as in vLLM where vLLM has them.
+
+    kv_cache_dtype, kv_cache_dtype_skip_layers, attention, missing_scales: see
+        `kv_cache_dtype.choose_kv_format`.
+    dtype: of weights and activations: auto (the checkpoint's), bfloat16, float16, float32.
+    device: auto, cpu, cuda or cuda:N.
+    max_model_len: tokens of a sequence, prompt and answer; None is what the model was made for.
+    max_num_seqs: sequences that run at a time.
+    max_num_batched_tokens: new tokens in one step; longer prompts take several.
+    block_size: tokens of a page, a multiple of 16; None is 16 on a CPU and 128 on a GPU.
+    kv_cache_memory_bytes: memory of all pages; None is a share of what is free.
+    gpu_memory_utilization: that share on a GPU, weights included.
+
+    Raises:
+        UserError: a number that is out of its range.
+    """
+
+    kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: Sequence[str | int] | None = None
+    attention: Arithmetic = "accurate"
+    missing_scales: str = "refuse"
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): each sequence adds a token a step"
+            )
+        if self.block_size is not None and (self.block_size < 16 or self.block_size % 16):
+            raise UserError(f"block_size must be a multiple of 16, got {self.block_size}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise UserError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )

@@ -1,0 +1,87 @@
+"""Text from tokens as they come: no half characters, no text that a stop string takes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_CONTEXT = 8  # tokens of the prompt: what a tokenizer writes for a token can depend on those before
+_INCOMPLETE = "\ufffd"  # what decoding gives for the bytes of an unfinished character
+_MAX_INCOMPLETE = 3  # of a character's at most four bytes, three can be there without the last
+
+
+class Detokenizer:
+    """Decodes one sequence token by token; special tokens are left out."""
+
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(prompt_token_ids[-_CONTEXT:])  # tokens that are still decoded again
+        self._settled = len(self._window)  # of these, how many are done with
+        # Characters of the window that were given out; an unfinished one of the prompt was not.
+        self._given = len(_certain(self._decode(self._window)))
+
+    def add(self, token_id: int) -> str:
+        """The text that has become certain with one more token; often a word, maybe nothing."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        certain = _certain(text)
+        new = certain[self._given :]
+        self._given = max(self._given, len(certain))
+        if new and certain == text:
+            # Start over behind what was settled before: the last piece remains as context.
+            self._window = self._window[self._settled :]
+            self._settled = len(self._window)
+            self._given = len(self._decode(self._window))
+        return new
+
+    def finish(self) -> str:
+        """What was held back, at the end of the sequence."""
+        text = self._decode(self._window)
+        new = text[self._given :]
+        self._given = max(self._given, len(text))
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def _certain(text: str) -> str:
+    """`text` without the end that may be the beginning of a character."""
+    tail = len(text) - len(text.rstrip(_INCOMPLETE))
+    return text[: len(text) - min(tail, _MAX_INCOMPLETE)]
+
+
+class StopStrings:
+    """Lets text through until one of `stop` appears, and holds back what may be its beginning."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.found: str | None = None
+
+    def add(self, text: str) -> str:
+        """The part of `text`, and of what was held back, that is surely before any stop string."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        hits = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        if hits:
+            where, self.found = min(hits)
+            self._held = ""
+            return text[:where]
+        length = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - length :]
+        return text[: len(text) - length]
+
+    def finish(self) -> str:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last characters of `text` are a beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

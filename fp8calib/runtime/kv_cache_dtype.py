@@ -1,0 +1,193 @@
+"""From the words of ``--kv-cache-dtype``, the checkpoint and the skip list to a KVFormat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fp8calib.checkpoint import Checkpoint, read_scales
+from fp8calib.errors import ScaleError, UserError
+from fp8calib.layers import LayerSpec, resolve_skip_layers
+from fp8calib.runtime.kv_format import ARITHMETICS, Arithmetic, KVFormat
+from fp8calib.runtime.loader import LoadedModel
+from fp8calib.scales import LayerScales, ScaleSet, expected_shape, problems, require
+
+NATIVE_WORDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FP8_WORDS = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+WORDS = ("auto", *NATIVE_WORDS, *FP8_WORDS)
+MISSING_SCALES = ("refuse", "one")
+
+# Words that vLLM knows and we do not: how the word begins, and where its format exists.
+_ELSEWHERE = {
+    "fp8_inc": "exists only in vLLM, for Intel Gaudi",
+    "fp8_ds_mla": "exists only in vLLM, for DeepSeek's sparse attention on NVIDIA GPUs",
+    "nvfp4": "exists only in vLLM, for NVIDIA Blackwell GPUs",
+    "turboquant": "exists only in vLLM",
+    "ultraquant": "exists only in vLLM",
+}
+
+
+@dataclass(frozen=True)
+class KVChoice:
+    """The format chosen, with what the user should know of it.
+
+    skip_layers: the layers left native, in the form vLLM's flag takes; empty for a native cache.
+    recorded: whether that list comes from the checkpoint's fp8calib.json.
+    """
+
+    kv_format: KVFormat
+    skip_layers: list[str]
+    recorded: bool
+    warnings: list[str]
+
+
+def check_word(word: str) -> None:
+    """Raise UserError unless `word` is a KV-cache dtype that this runtime has."""
+    if word in WORDS:
+        return
+    known = f"here there are {', '.join(WORDS)}"
+    if word.endswith("_per_token_head"):
+        raise UserError(
+            f"KV-cache dtype {word} exists only in vLLM, which makes its scales while it runs and "
+            f"needs no calibration; {known}"
+        )
+    for start, where in _ELSEWHERE.items():
+        if word.startswith(start):
+            raise UserError(f"KV-cache dtype {word} {where}; {known}")
+    raise UserError(f"unknown KV-cache dtype {word!r}; {known}")
+
+
+def choose_kv_format(
+    loaded: LoadedModel,
+    kv_cache_dtype: str = "auto",
+    skip_layers: Sequence[str | int] | None = None,
+    attention: Arithmetic = "accurate",
+    missing_scales: str = "refuse",
+) -> KVChoice:
+    """The cache format of `loaded`: an explicit dtype beats the checkpoint, `auto` follows it.
+
+    Args:
+        kv_cache_dtype: one of WORDS. `auto` is FP8 where the checkpoint declares it, else the
+            model's dtype.
+        skip_layers: layers to leave native; None takes the list that the checkpoint records.
+        attention: arithmetic over FP8 pages.
+        missing_scales: "refuse", or "one" to run layers of a calibrated checkpoint that have no
+            scale at 1.0, as vLLM does silently.
+
+    Raises:
+        UserError: an unknown word; a skip list the model cannot have; FP8 attention on a native
+            cache.
+        CheckpointError: the checkpoint declares a scheme that is refused.
+        ScaleError: scales that are missing or unusable.
+    """
+    check_word(kv_cache_dtype)
+    if attention not in ARITHMETICS:
+        raise UserError(f"unknown attention {attention!r}: use {' or '.join(ARITHMETICS)}")
+    if missing_scales not in MISSING_SCALES:
+        raise UserError(f"unknown --missing-scales {missing_scales!r}: use refuse or one")
+    checkpoint, layers = loaded.checkpoint, loaded.layers
+    model_dtype: torch.dtype = loaded.model.dtype
+    warnings: list[str] = []
+    word = kv_cache_dtype
+    if word == "auto":
+        word = "fp8" if checkpoint.strategy is not None else "native"
+        if word == "native" and checkpoint.scales:
+            warnings.append(
+                "the checkpoint has KV-cache scales but declares no kv_cache_scheme: auto stays in "
+                f"{_name(model_dtype)}, as in vLLM; use --kv-cache-dtype fp8"
+            )
+    if word not in FP8_WORDS:
+        if attention == "fp8":
+            raise UserError(
+                f"--attention fp8 needs an FP8 cache, and this one is "
+                f"{_name(NATIVE_WORDS.get(word, model_dtype))}; add --kv-cache-dtype fp8"
+            )
+        return KVChoice(KVFormat(NATIVE_WORDS.get(word, model_dtype)), [], False, warnings)
+    recorded = skip_layers is None
+    if skip_layers is None:
+        skip_layers = (checkpoint.sidecar or {}).get("skip_layers") or []
+    flag, skipped = resolve_skip_layers(skip_layers, layers)
+    if word == "fp8_e5m2":
+        scales = None
+        warnings.append(_e5m2_warning(checkpoint))
+    else:
+        scales = _scales(checkpoint, layers, missing_scales, warnings)
+    kv_format = KVFormat.fp8(
+        layers,
+        model_dtype,
+        skip=skipped,
+        scales=scales,
+        arithmetic=attention,
+        fp8_format=FP8_WORDS[word],
+    )
+    if attention == "fp8" and scales is not None and not scales.has_query:
+        warnings.append("--attention fp8: there is no q_scale, so queries are quantized at 1.0")
+    return KVChoice(kv_format, flag, recorded and bool(flag), warnings)
+
+
+def _scales(
+    checkpoint: Checkpoint, layers: Sequence[LayerSpec], missing_scales: str, warnings: list[str]
+) -> ScaleSet | None:
+    """The checkpoint's scales, None (1.0 everywhere) when it has none and declares none."""
+    if checkpoint.strategy is None and not checkpoint.scales:
+        warnings.append(
+            "no scales in this checkpoint: the FP8 cache runs at scale 1.0, which can cost "
+            "accuracy; make scales with `fp8calib calibrate`"
+        )
+        return None
+    missing = [
+        f"layer {layer.index} ({layer.name}): {kind}_scale"
+        for layer in layers
+        for kind in ("k", "v")
+        if kind not in checkpoint.scales.get(layer.index, {})
+    ]
+    if missing and missing_scales != "one":
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ScaleError(
+            f"{checkpoint.path}: the checkpoint is calibrated but lacks {', '.join(missing[:3])}"
+            f"{more}; calibrate it again, or run these at 1.0 with --missing-scales one"
+        )
+    if missing:
+        warnings.append(f"{len(missing)} scales are missing and run at 1.0 (--missing-scales one)")
+        scales = _with_ones(checkpoint, layers)
+    else:
+        scales = read_scales(checkpoint.path)
+    require(problems(scales, layers), str(checkpoint.path))
+    stray = {s.file for kinds in checkpoint.scales.values() for s in kinds.values() if not s.loaded}
+    if stray:
+        warnings.append(
+            f"scales lie in {', '.join(sorted(stray))}, which the index does not list: vLLM would "
+            "skip them and run at 1.0"
+        )
+    if all((values == 1).all() for layer in scales.layers.values() for _, values in layer.items()):
+        warnings.append("every scale is exactly 1.0: this checkpoint is not calibrated")
+    return scales
+
+
+def _with_ones(checkpoint: Checkpoint, layers: Sequence[LayerSpec]) -> ScaleSet:
+    found = checkpoint.scales
+    sizes = {scale.values.size for kinds in found.values() for scale in kinds.values()}
+    strategy = checkpoint.strategy or ("attn_head" if sizes - {1} else "tensor")
+    filled = {}
+    for layer in layers:
+        have = {kind: scale.values for kind, scale in found.get(layer.index, {}).items()}
+        k, v = (
+            have.get(kind, np.ones(expected_shape(strategy, kind, layer), np.float32))
+            for kind in ("k", "v")
+        )
+        filled[layer.index] = LayerScales(layer.name, k, v, have.get("q"))
+    return ScaleSet(strategy, filled)
+
+
+def _e5m2_warning(checkpoint: Checkpoint) -> str:
+    warning = "fp8_e5m2 takes no calibrated scales: the cache runs at scale 1.0"
+    if checkpoint.strategy is not None:
+        warning += "; vLLM refuses fp8_e5m2 for this checkpoint, because it is calibrated"
+    return warning
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

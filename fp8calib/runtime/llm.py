@@ -1,0 +1,161 @@
+"""LLM: generate text from Python, with the names and shapes that vLLM's users know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from fp8calib.console import progress, warn
+from fp8calib.errors import UserError
+from fp8calib.runtime.config import EngineConfig
+from fp8calib.runtime.engine import Engine
+from fp8calib.runtime.loader import load
+from fp8calib.runtime.outputs import RequestOutput
+from fp8calib.runtime.request import Request
+from fp8calib.runtime.sampling_params import SamplingParams
+
+Prompt = str | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model on a paged KV cache.
+
+    >>> llm = LLM("demo:smollm2-135m-instruct", kv_cache_dtype="fp8")
+    >>> llm.generate("The capital of France is")[0].outputs[0].text
+
+    Args:
+        model: a folder, a Hugging Face Hub id, or the name of an embedded model.
+        options: fields of EngineConfig.
+
+    Raises:
+        UserError: a model that cannot be loaded or run, or options that are refused. Warnings go
+            to stderr.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        config = EngineConfig(**options)
+        loaded = load(
+            model,
+            device=config.device,
+            dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
+        )
+        self.engine = Engine(loaded, config)
+        for warning in self.engine.warnings:
+            warn(warning)
+
+    def get_tokenizer(self) -> Any:
+        return self.engine.loaded.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; the results are in the order of the prompts.
+
+        Args:
+            prompts: text as it is (no chat template), ``{"prompt": text}`` or
+                ``{"prompt_token_ids": ids}``; one or several.
+            sampling_params: for all prompts, or one each.
+            use_tqdm: show progress on stderr when there are several prompts.
+        """
+        return self._finish(self._add(prompts, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of ``{"role": ..., "content": ...}``), or several."""
+        chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.render_chat(chat) for chat in chats]
+        return self._finish(self._add(prompts, sampling_params), use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Generate, and yield a request's output so far each time it gains a token; request ids
+        count up in the order of `prompts`. Closing the iterator gives up what is unfinished."""
+        requests = self._add(prompts, sampling_params)
+        try:
+            while any(request.finish_reason is None for request in requests):
+                yield from (
+                    RequestOutput.of(request)
+                    for request in self.engine.step()
+                    if request in requests
+                )
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+
+    def render_chat(self, messages: Sequence[Message]) -> Prompt:
+        """The prompt that the tokenizer's chat template makes of a conversation.
+
+        Raises:
+            UserError: there is no template, or it refuses the conversation.
+        """
+        from jinja2 import TemplateError
+
+        tokenizer = self.get_tokenizer()
+        if not tokenizer.chat_template:
+            raise UserError("this model's tokenizer has no chat template; use plain prompts")
+        try:
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as problem:
+            raise UserError(f"the chat template refuses the conversation: {problem}") from problem
+        # The template has written every special token there is to be.
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def _add(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling params")
+        requests: list[Request] = []
+        try:
+            for prompt, params in zip(prompts, sampling_params, strict=True):
+                requests.append(self._add_one(prompt, params))
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request)
+            raise
+        return requests
+
+    def _add_one(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if isinstance(prompt, str):
+            return self.engine.add_request(params, prompt)
+        unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+        if unknown or not prompt:
+            raise UserError(
+                "a prompt is a text, or has the key prompt or prompt_token_ids; got "
+                f"{', '.join(sorted(prompt)) or 'nothing'}"
+            )
+        return self.engine.add_request(params, prompt.get("prompt"), prompt.get("prompt_token_ids"))
+
+    def _finish(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        several = use_tqdm and len(requests) > 1
+        with progress("generating", len(requests)) if several else nullcontext() as bar:
+            try:
+                while any(request.finish_reason is None for request in requests):
+                    done = sum(request.finish_reason is not None for request in self.engine.step())
+                    if bar is not None:
+                        bar.advance(done, f"{self.engine.stats.tokens_per_second:.1f} tokens/s")
+            finally:
+                for request in requests:
+                    self.engine.abort(request)
+        return [RequestOutput.of(request) for request in requests]
