@@ -1,10 +1,16 @@
-"""Paged attention inputs that the kernel tests share."""
+"""Paged attention inputs that the kernel tests share, and where Triton kernels run in tests: on a
+CUDA device if there is one, else in Triton's interpreter."""
 
+import os
 from dataclasses import dataclass, field
 
 import fp8_paged_attention as fpa
 import torch
 from fp8_paged_attention import reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":  # read when the kernels are imported, which the package does at first use
+    os.environ["TRITON_INTERPRET"] = "1"
 
 ERROR = {
     # Relative RMS against float64 on the same pages, and the reason for the bound.
@@ -62,8 +68,11 @@ class Case:
             self.scale_args = {"k_scale": k_scale * spread, "v_scale": v_scale * spread.flip(0)}
         k_std = self.scale_args.get("k_scale", torch.ones(1)) * 16
         v_std = self.scale_args.get("v_scale", torch.ones(1)) * 16
-        slots = [block_table[b, torch.arange(n) // self.page_size].long() * self.page_size
-                 + torch.arange(n) % self.page_size for b, n in enumerate(self.seq_lens)]
+        slots = [
+            block_table[b, torch.arange(n) // self.page_size].long() * self.page_size
+            + torch.arange(n) % self.page_size
+            for b, n in enumerate(self.seq_lens)
+        ]
         slots = torch.cat(slots)
         keys = randn(len(slots), num_kv_heads, dk) * k_std[:, None]
         values = randn(len(slots), num_kv_heads, dv) * v_std[:, None]
@@ -73,17 +82,27 @@ class Case:
         query = (query / per_head[:, None]).to(self.query_dtype)
         fpa.store(keys, values, *pages, slots, **self.scale_args, fp8_format=self.fp8_format)
         starts = torch.tensor([0, *self.new_tokens]).cumsum(0).int()
-        self.tensors = {"query": query, "k_pages": pages[0], "v_pages": pages[1],
-                        "block_table": block_table, "cu_seqlens_q": starts,
-                        "seq_lens": torch.tensor(self.seq_lens).int()}
+        self.tensors = {
+            "query": query,
+            "k_pages": pages[0],
+            "v_pages": pages[1],
+            "block_table": block_table,
+            "cu_seqlens_q": starts,
+            "seq_lens": torch.tensor(self.seq_lens).int(),
+        }
         self.keys, self.values, self.slots = keys, values, slots
         for group in (self.tensors, self.scale_args):
             for name, tensor in group.items():
                 group[name] = tensor.to(self.device)
 
     def attend(self, **options):
-        args = {**self.tensors, **self.scale_args, "fp8_format": self.fp8_format,
-                "max_seqlen_q": max(self.new_tokens), **options}
+        args = {
+            **self.tensors,
+            **self.scale_args,
+            "fp8_format": self.fp8_format,
+            "max_seqlen_q": max(self.new_tokens),
+            **options,
+        }
         return fpa.attend(**args)
 
     def reference(self, **options):

@@ -23,6 +23,7 @@ OPTIONS = {
 
 # --- the oracle ------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_reference_equals_torch_attention(window):
     case = Case(**MIXED, heads=(4, 2), pages_dtype=torch.float32)
@@ -32,11 +33,11 @@ def test_reference_equals_torch_attention(window):
     for b, (n, new) in enumerate(zip(case.seq_lens, case.new_tokens, strict=True)):
         rows = slice(first_key, first_key + n)
         k, v = (x[rows].double().transpose(0, 1) for x in (case.keys, case.values))
-        q = case.tensors["query"][starts[b]:starts[b + 1]].double().transpose(0, 1)
+        q = case.tensors["query"][starts[b] : starts[b + 1]].double().transpose(0, 1)
         distance = torch.arange(n - new, n)[:, None] - torch.arange(n)
         mask = (distance >= 0) & (distance < (window or n))
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        torch.testing.assert_close(out[starts[b]:starts[b + 1]], expected.transpose(0, 1))
+        torch.testing.assert_close(out[starts[b] : starts[b + 1]], expected.transpose(0, 1))
         first_key += n
 
 
@@ -48,6 +49,7 @@ def test_reference_sink_takes_its_share_of_the_softmax():
 
 
 # --- store -----------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("fp8_format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -88,6 +90,7 @@ def test_store_takes_slices_of_a_fused_projection():
 
 # --- attend ----------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("lengths", [RAGGED, MIXED], ids=["ragged", "mixed"])
 @pytest.mark.parametrize("pages", [torch.uint8, torch.float32], ids=["fp8", "native"])
@@ -116,15 +119,17 @@ def test_fp8_arithmetic_is_near_the_reference_on_quantised_queries(options):
     out = case.attend(arithmetic="fp8", q_scale=q_scale, **options)
     assert 1e-4 < relative_error(out, expected) < ERROR["fp8"]
     given = codes.flatten(1, 2).view(fpa.E4M3.dtype)
-    again = case.attend(query=given, arithmetic="fp8", q_scale=q_scale,
-                        out=torch.empty_like(out), **options)
+    again = case.attend(
+        query=given, arithmetic="fp8", q_scale=q_scale, out=torch.empty_like(out), **options
+    )
     assert torch.equal(again, out)
     accurate = case.attend(query=given, q_scale=q_scale, out=torch.empty_like(out), **options)
     assert relative_error(accurate, expected) < ERROR["float32"]
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (112, 112), (256, 256),
-                                  (192, 128)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (80, 80), (96, 96), (112, 112), (256, 256), (192, 128)], ids=str
+)
 @pytest.mark.parametrize("heads", [(8, 1), (4, 4), (9, 3)], ids=str)
 def test_c19_head_sizes(dims, heads):
     case = Case([33, 20], [1, 20], heads=heads, dims=dims, page_size=32)
@@ -143,8 +148,9 @@ def test_c10_moving_a_power_of_two_between_values_and_scales_changes_nothing():
     pages = [torch.zeros_like(case.tensors[name]) for name in ("k_pages", "v_pages")]
     scales = {name: scale * 4 for name, scale in case.scale_args.items()}
     fpa.store(case.keys * 4, case.values * 4, *pages, case.slots, **scales)
-    moved = case.attend(query=case.tensors["query"] / 4, k_pages=pages[0], v_pages=pages[1],
-                        **scales)
+    moved = case.attend(
+        query=case.tensors["query"] / 4, k_pages=pages[0], v_pages=pages[1], **scales
+    )
     assert torch.equal(moved, out * 4)
     ignored = case.attend(v_scale=case.scale_args["v_scale"] * 4)
     assert relative_error(ignored, out * 4) < 1e-6
@@ -166,9 +172,11 @@ def test_c11_k_and_v_and_heads_keep_their_own_scales():
 def test_moving_pages_changes_nothing():
     case = Case(**MIXED)
     order = torch.randperm(len(case.tensors["k_pages"]))
-    moved = case.attend(k_pages=case.tensors["k_pages"][order.argsort()],
-                        v_pages=case.tensors["v_pages"][order.argsort()],
-                        block_table=order[case.tensors["block_table"].long()].int())
+    moved = case.attend(
+        k_pages=case.tensors["k_pages"][order.argsort()],
+        v_pages=case.tensors["v_pages"][order.argsort()],
+        block_table=order[case.tensors["block_table"].long()].int(),
+    )
     assert torch.equal(case.attend(), moved)
 
 
@@ -197,40 +205,49 @@ def test_prefill_in_chunks_equals_prefill_at_once():
 
 def test_rows_that_see_nothing_are_zero():
     case = Case([0, 2, 5], [1, 4, 1])  # an empty sequence, and more queries than tokens
-    query = torch.cat([case.tensors["query"], case.tensors["query"][:2]])  # and rows of nobody
-    out = case.attend(query=query, out=torch.full_like(query, torch.nan))
-    assert (out[[0, 1, 2, 6, 7]] == 0).all() and (out[3:6] != 0).all()
+    out = case.attend(out=torch.full_like(case.tensors["query"], torch.nan))
+    assert (out[:3] == 0).all() and (out[3:] != 0).all()
 
 
 def test_an_empty_batch():
     case = Case([4], [1])
-    out = case.attend(query=case.tensors["query"][:0], block_table=torch.zeros(0, 1).int(),
-                      cu_seqlens_q=torch.zeros(1).int(), seq_lens=torch.zeros(0).int())
+    out = case.attend(
+        query=case.tensors["query"][:0],
+        block_table=torch.zeros(0, 1).int(),
+        cu_seqlens_q=torch.zeros(1).int(),
+        seq_lens=torch.zeros(0).int(),
+    )
     assert out.shape == (0, 4, 64)
 
 
 # --- refusals --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"query": torch.zeros(2, 3, 64)}, r"multiple of the 2 KV heads, got \[2, 3, 64\]"),
-    ({"query": torch.zeros(2, 4, 32)}, r"query must have shape \[2, 4, 64\], got \[2, 4, 32\]"),
-    ({"query": torch.zeros(2, 4, 64).double()}, r"query must be .* got torch\.float64"),
-    ({"query": torch.zeros(2, 64, 4).transpose(1, 2)}, "contiguous in its last axis"),
-    ({"block_table": torch.zeros(1, 4).int()}, r"block_table must have shape \[2, 4\]"),
-    ({"block_table": torch.zeros(2, 4).long()}, r"block_table must be torch\.int32, got"),
-    ({"cu_seqlens_q": torch.zeros(2).int()}, r"cu_seqlens_q must have shape \[3\], got \[2\]"),
-    ({"k_scale": torch.ones(3)}, r"k_scale must have shape \[2\], got \[3\]"),
-    ({"v_scale": torch.ones(2).half()}, r"v_scale must be torch\.float32"),
-    ({"sinks": torch.zeros(2)}, r"sinks must have shape \[4\]"),
-    ({"arithmetic": "exact"}, r"\('accurate', 'fp8'\), got 'exact'"),
-    ({"fp8_format": "fp8"}, "fp8_format must be one of"),
-    ({"q_scale": torch.ones(1)}, "q_scale is for float8 queries or arithmetic 'fp8'"),
-    ({"sliding_window": 0}, "sliding_window must be positive, got 0"),
-    ({"softcap": -1.0}, r"softcap must be positive, got -1\.0"),
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 3, 64)}, r"multiple of the 2 KV heads, got \[2, 3, 64\]"),
+        ({"query": torch.zeros(2, 4, 32)}, r"query must have shape \[2, 4, 64\], got \[2, 4, 32\]"),
+        ({"query": torch.zeros(2, 4, 64).double()}, r"query must be .* got torch\.float64"),
+        ({"query": torch.zeros(2, 64, 4).transpose(1, 2)}, "contiguous in its last axis"),
+        ({"block_table": torch.zeros(1, 4).int()}, r"block_table must have shape \[2, 4\]"),
+        ({"block_table": torch.zeros(2, 4).long()}, r"block_table must be torch\.int32, got"),
+        ({"cu_seqlens_q": torch.zeros(2).int()}, r"cu_seqlens_q must have shape \[3\], got \[2\]"),
+        ({"k_scale": torch.ones(3)}, r"k_scale must have shape \[2\], got \[3\]"),
+        ({"v_scale": torch.ones(2).half()}, r"v_scale must be torch\.float32"),
+        ({"sinks": torch.zeros(2)}, r"sinks must have shape \[4\]"),
+        ({"arithmetic": "exact"}, r"\('accurate', 'fp8'\), got 'exact'"),
+        ({"fp8_format": "fp8"}, "fp8_format must be one of"),
+        ({"q_scale": torch.ones(1)}, "q_scale is for float8 queries or arithmetic 'fp8'"),
+        ({"sliding_window": 0}, "sliding_window must be positive, got 0"),
+        ({"softcap": -1.0}, r"softcap must be positive, got -1\.0"),
+        ({"backend": "triton", "k_scale": None}, "needs CUDA tensors, got pages on cpu"),
     ({"backend": "cuda"}, r"backend must be one of .* got 'cuda'"),
-    ({"seq_lens": torch.zeros(2).int().to("meta")}, "seq_lens must be on cpu"),
-])
-def test_attend_refuses(change, message):
+        ({"seq_lens": torch.zeros(2).int().to("meta")}, "seq_lens must be on cpu"),
+    ],
+)
+def test_attend_refuses(change, message, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     case = Case([5, 6], [1, 1])
     with pytest.raises(ValueError, match=message):
         case.attend(**change)
@@ -244,20 +261,35 @@ def test_native_pages_take_no_scales_and_no_fp8_arithmetic():
         case.attend(arithmetic="fp8")
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"key": torch.zeros(3, 2, 8)}, r"key must have shape \[3, 2, 16\], got \[3, 2, 8\]"),
-    ({"value": torch.zeros(2, 2, 16)}, r"value must have shape \[3, 2, 16\]"),
-    ({"slot_mapping": torch.zeros(3)}, "slot_mapping must be"),
-    ({"slot_mapping": torch.zeros(2).int()}, r"slot_mapping must have shape \[3\], got \[2\]"),
-    ({"k_pages": torch.zeros(4, 16, 2, 16).byte()}, "page_size must be a multiple of 16, got 2"),
-    ({"k_pages": torch.zeros(4, 2, 32, 16).byte()}, r"v_pages must have shape \[4, 2, 2, 16, 16\]"),
-    ({"k_pages": torch.zeros(4, 2, 16, 32).byte()[..., ::2]}, "contiguous"),
-    ({"v_pages": torch.zeros(4, 2, 16, 16).byte()}, "v_pages"),
-    ({"fp8_format": "nvfp4"}, "got 'nvfp4'"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": torch.zeros(3, 2, 8)}, r"key must have shape \[3, 2, 16\], got \[3, 2, 8\]"),
+        ({"value": torch.zeros(2, 2, 16)}, r"value must have shape \[3, 2, 16\]"),
+        ({"slot_mapping": torch.zeros(3)}, "slot_mapping must be"),
+        ({"slot_mapping": torch.zeros(2).int()}, r"slot_mapping must have shape \[3\], got \[2\]"),
+        (
+            {"k_pages": torch.zeros(4, 16, 2, 16).byte()},
+            "page_size must be a multiple of 16, got 2",
+        ),
+        (
+            {"k_pages": torch.zeros(4, 2, 32, 16).byte()},
+            r"v_pages must have shape \[4, 2, 2, 16, 16\]",
+        ),
+        ({"k_pages": torch.zeros(4, 2, 16, 32).byte()[..., ::2]}, "contiguous"),
+        ({"v_pages": torch.zeros(4, 2, 16, 16).byte()}, "v_pages"),
+        ({"fp8_format": "nvfp4"}, "got 'nvfp4'"),
+    ],
+)
 def test_store_refuses(change, message):
     k_pages, v_pages = fpa.allocate(4, 2, 16, 16, 16, torch.uint8)
-    args = {"key": torch.zeros(3, 2, 16), "value": torch.zeros(3, 2, 16), "k_pages": k_pages,
-            "v_pages": v_pages, "slot_mapping": torch.zeros(3).int(), **change}
+    args = {
+        "key": torch.zeros(3, 2, 16),
+        "value": torch.zeros(3, 2, 16),
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "slot_mapping": torch.zeros(3).int(),
+        **change,
+    }
     with pytest.raises(ValueError, match=message):
         fpa.store(**args)

@@ -28,17 +28,22 @@ relative error below 5e-3 against float64 on the dequantised values) or ``"fp8"`
 ``backend`` is ``"triton"`` or ``"torch"``; by default the tensors' device decides (CUDA: triton).
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from . import torch_backend
 from .layout import allocate, from_nhd, k_page_shape, page_bytes, to_nhd, v_page_shape
 from .scale import E4M3, E5M2, FORMATS, Fp8Format, dequantize, quantize
-from .validate import check_attend, check_store, choose_backend
+from .validate import check_attend, check_plan, check_store, load_backend
+
+if TYPE_CHECKING:
+    from .plan import DecodePlan
 
 __all__ = [
     "E4M3",
     "E5M2",
     "FORMATS",
+    "DecodePlan",
     "Fp8Format",
     "allocate",
     "attend",
@@ -76,9 +81,9 @@ def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages
         ValueError: shapes, dtypes, devices or strides that do not fit together.
     """
     check_store(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale, fp8_format)
-    choose_backend(backend, k_pages.device)
-    torch_backend.store(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale,
-                        fp8_format=fp8_format)
+    module = load_backend(backend, k_pages)
+    module.store(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale,
+                 fp8_format=fp8_format)
 
 
 def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
@@ -88,7 +93,8 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
            scale: float | None = None, sliding_window: int | None = None,
            softcap: float | None = None, sinks: torch.Tensor | None = None,
            arithmetic: str = "accurate", fp8_format: str = "e4m3",
-           out: torch.Tensor | None = None, backend: str | None = None) -> torch.Tensor:
+           out: torch.Tensor | None = None, plan: "DecodePlan | None" = None,
+           backend: str | None = None) -> torch.Tensor:
     """Attend each sequence's new tokens to all of its stored tokens.
 
     Args:
@@ -109,10 +115,12 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
         arithmetic: ``"accurate"`` or ``"fp8"``; native pages take only the first.
         fp8_format: ``"e4m3"`` or ``"e5m2"``: what uint8 pages hold.
         out: `[T, Hq, Dv]` to fill; default new, in the query's dtype (bfloat16 for float8).
+        plan: the decode plan of this step, updated with ``seq_lens``; for batches of at most 8 new
+            tokens a sequence. Without one, the triton backend plans (and allocates) by itself.
         backend: ``"triton"``, ``"torch"`` or None.
 
     Returns:
-        `[T, Hq, Dv]`; rows that belong to no sequence are 0.
+        `[T, Hq, Dv]`; rows that belong to no sequence hold nothing of meaning.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit together, or an option out
@@ -124,10 +132,20 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     check_attend(query, k_pages, v_pages, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, out,
                  k_scale=k_scale, v_scale=v_scale, q_scale=q_scale, sliding_window=sliding_window,
                  softcap=softcap, sinks=sinks, arithmetic=arithmetic, fp8_format=fp8_format)
-    choose_backend(backend, k_pages.device)
-    torch_backend.attend(query, k_pages, v_pages, block_table, cu_seqlens_q, seq_lens, out,
-                         k_scale=k_scale, v_scale=v_scale, q_scale=q_scale,
-                         scale=query.shape[-1] ** -0.5 if scale is None else scale,
-                         sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-                         arithmetic=arithmetic, fp8_format=fp8_format)
+    module = load_backend(backend, k_pages)
+    if plan is not None:
+        check_plan(plan, query, k_pages, v_pages, seq_lens, max_seqlen_q, sliding_window)
+    module.attend(query, k_pages, v_pages, block_table, cu_seqlens_q, seq_lens, out,
+                  max_seqlen_q=max_seqlen_q, plan=plan, k_scale=k_scale, v_scale=v_scale,
+                  q_scale=q_scale, scale=query.shape[-1] ** -0.5 if scale is None else scale,
+                  sliding_window=sliding_window, softcap=softcap, sinks=sinks,
+                  arithmetic=arithmetic, fp8_format=fp8_format)
     return out
+
+
+def __getattr__(name: str) -> object:
+    if name == "DecodePlan":  # imports triton, which a CPU build of torch does not bring
+        from .plan import DecodePlan
+
+        return DecodePlan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

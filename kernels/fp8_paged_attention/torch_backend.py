@@ -56,11 +56,11 @@ def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages
 
 def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
            block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
-           out: torch.Tensor, *, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
-           q_scale: torch.Tensor | None, scale: float, sliding_window: int | None,
-           softcap: float | None, sinks: torch.Tensor | None, arithmetic: str,
-           fp8_format: str) -> None:
-    """Fill ``out``; see :func:`fp8_paged_attention.attend`."""
+           out: torch.Tensor, *, max_seqlen_q: int, plan: object, k_scale: torch.Tensor | None,
+           v_scale: torch.Tensor | None, q_scale: torch.Tensor | None, scale: float,
+           sliding_window: int | None, softcap: float | None, sinks: torch.Tensor | None,
+           arithmetic: str, fp8_format: str) -> None:
+    """Fill ``out``; see :func:`fp8_paged_attention.attend` (needs no plan or bound)."""
     attention = Attention(scale, sliding_window, softcap, sinks, arithmetic == "fp8")
     pages = Pages(k_pages, v_pages, block_table, k_scale, v_scale, get_format(fp8_format))
     query = _query_values(query, q_scale, pages, arithmetic)

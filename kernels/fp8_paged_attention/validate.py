@@ -1,10 +1,16 @@
 """Checks of the public functions' arguments: everything that can be seen without reading values,
 so that none of them waits for a device."""
 
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 import torch
 
 from .layout import DTYPES, GROUP
 from .scale import E4M3, get_format
+
+if TYPE_CHECKING:
+    from .plan import DecodePlan
 
 ARITHMETICS = ("accurate", "fp8")
 BACKENDS = ("triton", "torch")
@@ -12,17 +18,50 @@ ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 
 
-def choose_backend(name: str | None, device: torch.device) -> str:
-    """The backend called ``name``, or the one for ``device``.
+def load_backend(name: str | None, pages: torch.Tensor) -> ModuleType:
+    """The module of the backend called ``name``, or of the one for the pages' device.
 
     Raises:
-        ValueError: there is no such backend, or it cannot be used here.
+        ValueError: there is no such backend, or it cannot take these pages here.
     """
     if name is None:
-        name = "triton" if device.type == "cuda" else "torch"
+        name = "triton" if pages.is_cuda else "torch"
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {name!r}")
-    return name
+    if name == "torch":
+        from . import torch_backend
+
+        return torch_backend
+    from .device import interpreter_is_on
+
+    if not pages.is_cuda and not interpreter_is_on():
+        raise ValueError(f"backend 'triton' needs CUDA tensors, got pages on {pages.device}")
+    if pages.dtype == torch.float32:
+        raise ValueError("float32 pages are for the torch backend; triton takes uint8, bfloat16 "
+                         "and float16")
+    if pages.shape[2] & (pages.shape[2] - 1):
+        raise ValueError("the triton backend needs a page size that is a power of two, got "
+                         f"{pages.shape[2]}")
+    try:
+        from . import triton_backend
+    except ImportError as error:
+        raise ValueError(f"backend 'triton' needs the triton package: {error}") from error
+    return triton_backend
+
+
+def check_plan(plan: "DecodePlan", query: torch.Tensor, k_pages: torch.Tensor,
+               v_pages: torch.Tensor, seq_lens: torch.Tensor, max_seqlen_q: int,
+               sliding_window: int | None) -> None:
+    """Raise ValueError unless the plan was made and updated for such a batch and layer."""
+    wanted = (plan.num_kv_heads, plan.num_q_heads, plan.head_dim_v, plan.page_dtype, plan.num_seqs,
+              plan.max_seqlen_q, plan.sliding_window)
+    got = (k_pages.shape[1], query.shape[1], v_pages.shape[3], k_pages.dtype, seq_lens.shape[0],
+           max_seqlen_q, sliding_window)
+    names = ("num_kv_heads", "num_q_heads", "head_dim_v", "pages", "sequences", "max_seqlen_q",
+             "sliding_window")
+    for name, plan_value, value in zip(names, wanted, got, strict=True):
+        if plan_value != value:
+            raise ValueError(f"the plan is for {name} {plan_value}, got {value}")
 
 
 def check_store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor,

@@ -1,0 +1,236 @@
+"""The work plan of decode: which program attends which tokens of which sequence and KV head.
+
+A plan lives on the device and is remade by one small kernel from ``seq_lens``, so that one captured
+CUDA graph follows growing sequences. A *tile* is the number of tokens a program attends at a time.
+Two ways of sharing out the tiles of all (sequence, KV head) pairs among ``num_programs`` programs
+(as many as run at once):
+
+Flat, for few pairs: program c takes the tiles ``c*T/N .. (c+1)*T/N`` of all T in a row. Every
+program has the same work; a pair that reaches over several programs is put together afterwards.
+
+Longest first, for many: one program for each pair, those with most tiles first, and only pairs with
+more than T/N tiles are cut into equal pieces. Nothing is put together for most pairs.
+
+An entry of the plan is eight int32: sequence, KV head, first tile, end tile, slot of the partial
+result (-1: the pair is whole), the next entry of the same program (-1: none), two unused.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .device import hardware
+
+LONGEST_FIRST_PAIRS = 160
+"""From so many (sequence, KV head) pairs on, pairs are planned longest first."""
+
+FIELDS = 8
+_BLOCK = 16
+
+
+@triton.jit
+def _tiles(seq_lens_ptr, i, num_seqs, TILE: tl.constexpr, WINDOW: tl.constexpr, window, new_tokens):
+    """First tile and number of tiles (at least 1) of sequences i; 0 tiles past the last one."""
+    length = tl.load(seq_lens_ptr + i, mask=i < num_seqs, other=0)
+    end = (length + TILE - 1) // TILE
+    first = tl.zeros_like(end)
+    if WINDOW:
+        first = tl.maximum(length - new_tokens - window + 1, 0) // TILE
+    return first, end, tl.where(i < num_seqs, tl.maximum(end - first, 1), 0)
+
+
+@triton.jit
+def _write(entry_ptr, sequence, head, first, end, slot, following, mask):
+    tl.store(entry_ptr, sequence, mask=mask)
+    tl.store(entry_ptr + 1, head, mask=mask)
+    tl.store(entry_ptr + 2, first, mask=mask)
+    tl.store(entry_ptr + 3, end, mask=mask)
+    tl.store(entry_ptr + 4, slot, mask=mask)
+    tl.store(entry_ptr + 5, following, mask=mask)
+
+
+@triton.jit
+def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window, new_tokens,
+               num_programs, HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+               SEQS: tl.constexpr, BLOCK: tl.constexpr):
+    j = tl.arange(0, SEQS)
+    _, _, tiles = _tiles(seq_lens_ptr, j, num_seqs, TILE, WINDOW, window, new_tokens)
+    ends = tl.cumsum(tiles, 0).to(tl.int64) * HEADS
+    total = tl.max(ends, 0)
+    programs = tl.minimum(total, num_programs)
+    if tl.program_id(0) == 0:
+        tl.store(count_ptr, programs.to(tl.int32))
+    # Entry i < num_programs begins program i's range; entry num_programs + p begins pair p.
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pair = i - num_programs
+    of_pair = pair >= 0
+    sequence = tl.maximum(pair, 0) // HEADS
+    begin = i.to(tl.int64) * total // programs
+    pair_begin = tl.sum(tl.where(j[None, :] == sequence[:, None], (ends - tiles * HEADS)[None, :], 0), 1)
+    pair_tiles = tl.sum(tl.where(j[None, :] == sequence[:, None], tiles[None, :], 0), 1)
+    pair_begin += (tl.maximum(pair, 0) % HEADS) * pair_tiles
+    begin = tl.where(of_pair, pair_begin, begin)
+    program = ((begin + 1) * programs - 1) // total
+    exists = tl.where(of_pair, pair < num_seqs * HEADS, i < programs)
+    # A pair that begins with a program's range is that program's first entry already.
+    used = exists & ((program * total // programs < begin) | (i < num_programs))
+
+    sequence = tl.sum((ends[None, :] <= begin[:, None]).to(tl.int32), 1)
+    sequence = tl.minimum(sequence, num_seqs - 1)
+    mine = j[None, :] == sequence[:, None]
+    count = tl.sum(tl.where(mine, tiles[None, :], 0), 1)
+    inside = begin - tl.sum(tl.where(mine, (ends - tiles * HEADS)[None, :], 0), 1)
+    head = inside // count
+    first = inside % count
+    end = tl.minimum(count, first + (program + 1) * total // programs - begin)
+    pair = sequence * HEADS + head
+    from_program = ((begin - first + 1) * programs - 1) // total
+    to_program = ((begin - first + count) * programs - 1) // total
+    following = tl.where(begin + end - first < (program + 1) * total // programs,
+                         num_programs + pair + 1, -1)
+    slot = tl.where(to_program > from_program, program + pair, -1)
+    low, high, _ = _tiles(seq_lens_ptr, sequence, num_seqs, TILE, WINDOW, window, new_tokens)
+    _write(entries_ptr + i * 8, sequence, head.to(tl.int32), (low + first).to(tl.int32),
+           tl.minimum(low + end, high).to(tl.int32), slot.to(tl.int32), following.to(tl.int32), used)
+    entry = pairs_ptr + pair * 4
+    pair_mask = exists & (i >= num_programs)
+    tl.store(entry, sequence, mask=pair_mask)
+    tl.store(entry + 1, head.to(tl.int32), mask=pair_mask)
+    tl.store(entry + 2, (from_program + pair).to(tl.int32), mask=pair_mask)
+    tl.store(entry + 3, (to_program - from_program + 1).to(tl.int32), mask=pair_mask)
+
+
+@triton.jit
+def _plan_longest_first(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window,
+                        new_tokens, num_programs, HEADS: tl.constexpr, TILE: tl.constexpr,
+                        WINDOW: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr):
+    j = tl.arange(0, SEQS)
+    _, _, tiles = _tiles(seq_lens_ptr, j, num_seqs, TILE, WINDOW, window, new_tokens)
+    total = tl.sum(tiles.to(tl.int64), 0) * HEADS
+    limit = tl.maximum(tl.cdiv(total, num_programs), 4).to(tl.int32)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low, high, own_tiles = _tiles(seq_lens_ptr, i, num_seqs, TILE, WINDOW, window, new_tokens)
+    cuts = tl.cdiv(tiles, limit)
+    own_cuts = tl.cdiv(own_tiles, limit)
+    # Pairs that are cut come first, so that the kernel that joins them finds them there.
+    key = tl.cdiv(tiles, tl.maximum(cuts, 1)) + tl.where(cuts > 1, 1 << 30, 0)
+    own_key = tl.cdiv(own_tiles, tl.maximum(own_cuts, 1)) + tl.where(own_cuts > 1, 1 << 30, 0)
+    before = (key[None, :] > own_key[:, None]) | ((key[None, :] == own_key[:, None])
+                                                 & (j[None, :] < i[:, None]))
+    rank = tl.sum((before & (j < num_seqs)[None, :]).to(tl.int32), 1)
+    start = tl.sum(tl.where(before, cuts[None, :], 0), 1) * HEADS
+    if tl.program_id(0) == 0:
+        tl.store(count_ptr, tl.sum(cuts, 0) * HEADS)
+    exists = i < num_seqs
+    length = high - low
+    for piece in range(tl.max(own_cuts, 0) * HEADS):
+        head = piece // tl.maximum(own_cuts, 1)
+        cut = piece % tl.maximum(own_cuts, 1)
+        mask = exists & (piece < own_cuts * HEADS)
+        first = low + (cut.to(tl.int64) * length // tl.maximum(own_cuts, 1)).to(tl.int32)
+        end = low + ((cut + 1).to(tl.int64) * length // tl.maximum(own_cuts, 1)).to(tl.int32)
+        entry = start + piece
+        _write(entries_ptr + entry * 8, i, head, first, end, tl.where(own_cuts > 1, entry, -1),
+               tl.full([BLOCK], -1, tl.int32), mask)
+        pair = pairs_ptr + (rank * HEADS + head) * 4
+        begins = mask & (cut == 0)
+        tl.store(pair, i, mask=begins)
+        tl.store(pair + 1, head, mask=begins)
+        tl.store(pair + 2, entry, mask=begins)
+        tl.store(pair + 3, own_cuts, mask=begins)
+
+
+class DecodePlan:
+    """The plan of one kind of layer, and the buffers of its partial results.
+
+    Layers with equal pages (heads, head sizes, page size, dtype), query heads and window share a
+    plan. :meth:`update` launches one kernel, allocates nothing and waits for nothing: call it once
+    a step, inside the CUDA graph, before the first layer's ``attend(..., plan=plan)``.
+    """
+
+    def __init__(self, k_pages: torch.Tensor, v_pages: torch.Tensor, *, num_q_heads: int,
+                 max_num_seqs: int, max_seqlen_q: int = 1, sliding_window: int | None = None,
+                 ) -> None:
+        """
+        Args:
+            k_pages: `[num_pages, num_kv_heads, page_size, head_dim_k]` of any layer of the kind.
+            v_pages: `[num_pages, num_kv_heads, page_size / 16, head_dim_v, 16]`.
+            num_q_heads: query heads of the layer.
+            max_num_seqs: most sequences in a batch.
+            max_seqlen_q: most new tokens of a sequence.
+            sliding_window: as in ``attend``.
+        """
+        from .tuning import decode_config
+
+        device = k_pages.device
+        num_kv_heads, head_dim_v = k_pages.shape[1], v_pages.shape[3]
+        self.config = decode_config(k_pages, v_pages, num_q_heads, max_seqlen_q)
+        self.num_kv_heads = num_kv_heads
+        self.num_q_heads = num_q_heads
+        self.head_dim_v = head_dim_v
+        self.page_dtype = torch.uint8 if k_pages.element_size() == 1 else k_pages.dtype
+        self.max_num_seqs = max_num_seqs
+        self.max_seqlen_q = max_seqlen_q
+        self.sliding_window = sliding_window
+        self.num_programs = hardware(device).num_sms * self.config.programs_per_sm
+        pairs = max_num_seqs * num_kv_heads
+        columns = num_q_heads // num_kv_heads * max_seqlen_q
+        self.max_entries = self.num_programs + pairs
+        self.entries = torch.zeros(self.max_entries, FIELDS, dtype=torch.int32, device=device)
+        self.pairs = torch.zeros(pairs, 4, dtype=torch.int32, device=device)
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self.partial = torch.empty(self.max_entries, columns, head_dim_v, device=device)
+        self.partial_lse = torch.empty(self.max_entries, columns, device=device)
+        self.num_seqs = 0
+
+    @property
+    def num_pairs(self) -> int:
+        """(sequence, KV head) pairs of the batch planned last."""
+        return self.num_seqs * self.num_kv_heads
+
+    @property
+    def flat(self) -> bool:
+        """Whether the batch is shared out flat (else longest first)."""
+        return self.num_pairs < LONGEST_FIRST_PAIRS
+
+    @property
+    def grid(self) -> int:
+        """Programs to launch."""
+        return self.num_programs + (0 if self.flat else self.num_pairs)
+
+    @property
+    def join_grid(self) -> int:
+        """Pairs that may be cut: all, or those planned first (fewer than programs are cut)."""
+        return self.num_pairs if self.flat else min(self.num_pairs, self.num_programs)
+
+    def update(self, seq_lens: torch.Tensor) -> "DecodePlan":
+        """Plan a batch.
+
+        Args:
+            seq_lens: `[B]`, int32, B at most ``max_num_seqs``; inside a CUDA graph always the same
+                tensor.
+
+        Raises:
+            ValueError: another dtype, device or too many sequences.
+        """
+        if (seq_lens.dtype != torch.int32 or seq_lens.dim() != 1
+                or seq_lens.device != self.entries.device):
+            raise ValueError("seq_lens must be int32 of shape [B] on the plan's device, got "
+                             f"{seq_lens.dtype} {list(seq_lens.shape)} on {seq_lens.device}")
+        if len(seq_lens) > self.max_num_seqs:
+            raise ValueError(f"the plan is for at most {self.max_num_seqs} sequences, "
+                             f"got {len(seq_lens)}")
+        self.num_seqs = len(seq_lens)
+        if self.num_seqs == 0:
+            return self
+        kernel = _plan_flat if self.flat else _plan_longest_first
+        items = self.num_programs + self.num_pairs if self.flat else self.num_seqs
+        kernel[(triton.cdiv(items, _BLOCK),)](
+            seq_lens, self.entries, self.pairs, self.count, self.num_seqs,
+            self.sliding_window or 0, self.max_seqlen_q, self.num_programs,
+            HEADS=self.num_kv_heads, TILE=self.config.tile, WINDOW=self.sliding_window is not None,
+            SEQS=max(16, triton.next_power_of_2(self.num_seqs)), BLOCK=_BLOCK, num_warps=4)
+        return self
+
+
+assert FIELDS == 8  # the kernels spell it out

@@ -1,0 +1,125 @@
+"""Compiles the Triton kernels for GPUs that are not there.
+
+As a script: compiles the variants named on the command line as JSON, prints one JSON line each.
+Runs in a process of its own, because kernels of one process are either compiled or interpreted.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+POINTERS = {
+    "entries_ptr": "*i32", "count_ptr": "*i32", "pairs_ptr": "*i32", "table_ptr": "*i32",
+    "lens_ptr": "*i32", "starts_ptr": "*i32", "seq_lens_ptr": "*i32", "slot_ptr": "*i64",
+    "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32", "q_scale_ptr": "*fp32", "sinks_ptr": "*bf16",
+    "partial_ptr": "*fp32", "lse_ptr": "*fp32", "key_ptr": "*bf16", "value_ptr": "*bf16",
+    "out_ptr": "*bf16",
+}
+FLOATS = ("score_scale", "cap")
+STRIDES = re.compile(r"(q|out|key|value)(_head)?_stride|table_stride")
+LAYER = {
+    "HEADS": 8, "GROUP": 4, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "PAGE": 128,
+    "FORMAT": 1, "Q_FP8": False, "K_SCALE": True, "V_SCALE": True, "Q_SCALE": False,
+    "SOFTCAP": False, "SINKS": False, "WINDOW": False, "CAST": True,
+}
+DECODE = {**LAYER, "MAX_NEW": 1, "COLUMNS": 8, "TILE": 128, "STAGES": 3, "MODE": 0, "DOT": "fp16",
+          "QUANTIZE": False, "PDL": True}
+KERNELS = {
+    "decode": ("decode", "_decode_kernel", DECODE),
+    "join": ("decode", "_join_kernel", {"GROUP": 4, "MAX_NEW": 1, "DV": 128, "DV_PAD": 128,
+                                        "PIECES": 32, "SINKS": False, "PDL": True}),
+    "prefill": ("prefill", "_prefill_kernel", {**LAYER, "TILE_Q": 64, "TILE": 64, "DOT": "fp16",
+                                               "QUANTIZE": False}),
+    "store_tokens": ("store_pages", "_store_tokens", {
+        "HEADS": 8, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "PAGE": 128,
+        "K_SCALE": True, "V_SCALE": True, "FORMAT": 1, "CAST": True}),
+    "store_groups": ("store_pages", "_store_groups", {
+        "HEADS": 8, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "PAGE": 128,
+        "K_SCALE": True, "V_SCALE": True, "FORMAT": 1, "CAST": True, "ROWS": 32}),
+    "plan_flat": ("plan", "_plan_flat", {"HEADS": 8, "TILE": 128, "WINDOW": True, "SEQS": 64,
+                                         "BLOCK": 16}),
+    "plan_longest_first": ("plan", "_plan_longest_first", {
+        "HEADS": 8, "TILE": 128, "WINDOW": True, "SEQS": 512, "BLOCK": 16}),
+}
+PAGES = {0: "*bf16", 1: "*fp8e4nv", 2: "*fp8e5"}
+INSTRUCTIONS = ("QGMMA", "HGMMA", "HMMA", "LDGSTS", "LDSM", "PRMT", "SHFL", "F2FP", "BAR.SYNC")
+
+
+def compile_kernel(kernel, arch, num_warps=4, **constants):
+    """Compile one variant; returns triton's compiled kernel."""
+    import importlib
+
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, name, defaults = KERNELS[kernel]
+    fn = getattr(importlib.import_module(f"fp8_paged_attention.{module}"), name)
+    assert set(constants) <= set(defaults), set(constants) - set(defaults)
+    constants = {**defaults, **constants}
+    page_format, cast = constants.get("FORMAT", 0), constants.get("CAST", True)
+    pages = "*u8" if page_format and not (cast and arch >= 89) else PAGES[page_format]
+    if kernel.startswith("store") and page_format:
+        pages = "*u8"
+    query = "*fp8e4nv" if constants.get("Q_FP8") else "*bf16"
+    if "DOT" in constants:
+        constants["DOT"] = {"fp16": tl.float16, "bf16": tl.bfloat16}[constants["DOT"]]
+    signature, attributes = {}, {}
+    for i, argument in enumerate(fn.arg_names):
+        kind = {**POINTERS, "k_ptr": pages, "v_ptr": pages, "q_ptr": query}.get(argument)
+        kind = kind or ("fp32" if argument in FLOATS else "i32")
+        signature[argument] = "constexpr" if argument in constants else kind
+        if kind.startswith("*") or STRIDES.fullmatch(argument):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    indices = {(fn.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=fn, signature=signature, constexprs=indices, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": 2}
+    if constants.get("PDL"):
+        options["launch_pdl"] = True
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def disassemble(cubin):
+    """SASS and the registers, stack and spills of a cubin, by the cuobjdump that triton brings."""
+    import triton
+
+    tool = next(Path(triton.__file__).parent.rglob("cuobjdump"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True,
+                              check=True).stdout
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True,
+                               check=True)
+    return sass, dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr))
+
+
+def report(kernel, arch, **options):
+    """What one variant compiles to."""
+    compiled = compile_kernel(kernel, arch, **options)
+    sass, usage = disassemble(compiled.asm["cubin"])
+    counts = {name: len(re.findall(rf"\b{name}", sass)) for name in INSTRUCTIONS}
+    # ptxas 12.8 and 12.9 can make a conversion back from FP8 read the stack pointer, R1.
+    faults = len(re.findall(r"UNPACK_B R\d+, R1(?:\.reuse)? ", sass))
+    return {"kernel": kernel, "arch": arch, **options, "shared": compiled.metadata.shared,
+            **{k.lower(): int(v) for k, v in usage.items()}, "faults": faults,
+            **{k: v for k, v in counts.items() if v}}
+
+
+def compile_all(variants, python=sys.executable, timeout=600):
+    """Reports of many variants, from a fresh process."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([python, __file__, json.dumps(variants)], capture_output=True, text=True,
+                         timeout=timeout, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+if __name__ == "__main__":
+    for variant in json.loads(sys.argv[1]):
+        print(json.dumps(report(**variant)), flush=True)
