@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from safetensors.numpy import load_file, save, save_file
 
 from fp8calib.checkpoint import (
     check_output,
+    check_room,
     check_scheme,
     check_source,
     folder,
@@ -312,6 +314,29 @@ def test_card_carries_the_licence(
     assert "Old" not in written
 
 
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [
+        ("someone/tiny", "someone/tiny"),
+        ("demo:tiny", "upstream/tiny"),
+        ("/home/me/models/tiny", "upstream/tiny"),
+        ("models/tiny", "upstream/tiny"),
+    ],
+)
+def test_card_names_a_hub_id_as_base_model_and_never_a_path(
+    model: str, base: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = copied(tiny(), tmp_path / "models" / "tiny")
+    (source / "README.md").write_text("---\nbase_model: upstream/tiny\n---\n")
+    layers = open_checkpoint(source).layers
+    scales = make_scales(layers, "tensor")
+    write_checkpoint(source, tmp_path / "out", scales, {"model": model}, layers=layers)
+    written = (tmp_path / "out" / "README.md").read_text()
+    assert yaml.safe_load(written.split("---\n")[1])["base_model"] == base
+    assert "/home/me" not in written
+
+
 def test_serve_command_has_vllms_space_separated_flag() -> None:
     assert serve_command("my model", ["0", "sliding_window"]) == (
         "vllm serve 'my model' --kv-cache-dtype-skip-layers 0 sliding_window"
@@ -435,6 +460,7 @@ def test_a_source_that_has_scales_is_refused(tiny: Tiny, tmp_path: Path) -> None
         pytest.param({"dynamic": True}, "dynamic true", id="dynamic"),
         pytest.param({"strategy": "per_planet"}, "strategy per_planet", id="unknown-strategy"),
         pytest.param({"strategy": None}, "strategy None", id="no-strategy"),
+        pytest.param({"symmetric": None}, "symmetric none", id="no-symmetric"),
     ],
 )
 def test_c15_refused_schemes(
@@ -497,6 +523,10 @@ def test_other_files_must_not_lead_outside(tiny: Tiny, tmp_path: Path) -> None:
     source = copied(tiny(), tmp_path / "in")
     (tmp_path / "private").write_text("x")
     (source / "vocab.txt").symlink_to("../private")
+    os.mkfifo(source / "pipe")
+    with pytest.raises(CheckpointError, match="pipe is no regular file"):
+        calibrated(source, tmp_path / "out")
+    (source / "pipe").unlink()
     with pytest.raises(CheckpointError, match=r"vocab\.txt is a link that leads out"):
         calibrated(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -588,6 +618,32 @@ def test_output_through_a_link_replaces_what_it_points_to(tiny: Tiny, tmp_path: 
     assert read_scales(tmp_path / "real").strategy == "attn_head"
 
 
+def test_an_output_that_another_run_made_meanwhile_is_left(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(*_: Any) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "config.json").write_text("theirs")
+
+    monkeypatch.setattr(writer, "_check_written", meanwhile)
+    with pytest.raises(CheckpointError, match="made by another run"):
+        calibrated(tiny(), tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == "theirs"
+    assert leftovers(tmp_path) == []
+
+
+def test_no_room_is_seen_before_anything_is_copied(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    monkeypatch.setattr(folder, "_share_blocks", lambda *_: False)
+    with pytest.raises(CheckpointError, match=r"0\.0 GB free, the weights take .* or share"):
+        calibrated(tiny(), tmp_path / "deep" / "out")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(folder, "_share_blocks", lambda *_: True)
+    check_room(tmp_path / "out", [tiny() / "model.safetensors"])
+
+
 # --- crashes ---------------------------------------------------------------------------------
 
 _HANGING_WRITE = """
@@ -655,8 +711,11 @@ def small_disk(place: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_full_disk_leaves_nothing(tiny: Tiny, tmp_path: Path) -> None:
+def test_full_disk_leaves_nothing(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = tiny(num_hidden_layers=4)
+    monkeypatch.setattr(writer, "check_room", lambda *_: None)  # it fills up while we write
     with small_disk(tmp_path / "disk") as disk:
         with pytest.raises(CheckpointError, match="No space left on device; nothing was left"):
             calibrated(source, disk / "out")

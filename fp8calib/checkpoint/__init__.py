@@ -5,7 +5,7 @@ Reading and inspecting import no torch.
 
 from __future__ import annotations
 
-from fp8calib.checkpoint.folder import check_output
+from fp8calib.checkpoint.folder import check_output, check_room
 from fp8calib.checkpoint.inspection import Inspection, inspect
 from fp8calib.checkpoint.reader import Checkpoint, open_checkpoint, read_config, read_scales
 from fp8calib.checkpoint.scheme import check_scheme
@@ -17,6 +17,7 @@ __all__ = [
     "Checkpoint",
     "Inspection",
     "check_output",
+    "check_room",
     "check_scheme",
     "check_source",
     "inspect",

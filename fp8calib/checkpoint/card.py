@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fp8calib import __version__
+from fp8calib.checkpoint.reader import safe_file
 from fp8calib.checkpoint.serving import serve_command, serving_notes
+from fp8calib.errors import CheckpointError
 from fp8calib.scales import ScaleSet
 
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 _MAX_CARD_BYTES = 1_000_000
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def model_card(source: Path, name: str, scales: ScaleSet, sidecar: dict[str, Any]) -> str:
@@ -24,10 +28,13 @@ def model_card(source: Path, name: str, scales: ScaleSet, sidecar: dict[str, Any
         scales: the scales it holds.
         sidecar: the content of fp8calib.json; every key that the card mentions may be missing.
     """
-    base = str(sidecar.get("model") or source.name)
+    own = front_matter(source)
+    base = _base_model(str(sidecar.get("model") or ""), own)
     skip = [str(word) for word in sidecar.get("skip_layers") or []]
-    matter: dict[str, Any] = {"base_model": base, "base_model_relation": "quantized"}
-    matter |= carried_over(source)
+    matter: dict[str, Any] = {}
+    if base:
+        matter = {"base_model": base, "base_model_relation": "quantized"}
+    matter |= {key: own[key] for key in _CARRIED if _plain(own.get(key))}
     matter |= {"library_name": "transformers", "tags": ["fp8", "kv-cache", "fp8calib", "vllm"]}
     kinds = "queries, keys and values" if scales.has_query else "keys and values"
     per = "one per layer" if scales.strategy == "tensor" else "one per attention head"
@@ -41,8 +48,8 @@ def model_card(source: Path, name: str, scales: ScaleSet, sidecar: dict[str, Any
 
 # {name}
 
-{base} with calibrated scales for an FP8 (e4m3) KV cache: {kinds}, {per}. The weights are those of
-the original model, unchanged.
+{base or source.resolve().name} with calibrated scales for an FP8 (e4m3) KV cache.
+There is a scale for {kinds}, {per}. The weights are those of the original model, unchanged.
 
 ```sh
 {serve_command(name, skip)}
@@ -60,17 +67,25 @@ the original model, unchanged.
 """
 
 
-def carried_over(source: Path) -> dict[str, Any]:
-    """Licence, language and task from the YAML front matter of the source's own README.md."""
+def front_matter(folder: Path) -> dict[str, Any]:
+    """The YAML between the dashes at the top of a model's README.md; empty when there is none."""
     try:
-        text = (source / "README.md").read_bytes()[:_MAX_CARD_BYTES].decode("utf-8")
+        with safe_file(folder, "README.md").open("rb") as card:
+            text = card.read(_MAX_CARD_BYTES).decode("utf-8", "replace")
         _, front, _ = text.split("---\n", 2)
         matter = yaml.safe_load(front)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # no card, or one without matter
+    except (CheckpointError, OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    if not isinstance(matter, dict):
-        return {}
-    return {key: matter[key] for key in _CARRIED if _plain(matter.get(key))}
+    return matter if isinstance(matter, dict) else {}
+
+
+def _base_model(model: str, own: dict[str, Any]) -> str | None:
+    """A Hub id, the only thing that the Hub takes as `base_model`: the model itself when it was
+    named by one, else what its card names; never a path of the machine that calibrated."""
+    if _HUB_ID.fullmatch(model) and not Path(model).exists():
+        return model
+    named = own.get("base_model")
+    return named if isinstance(named, str) and _HUB_ID.fullmatch(named) else None
 
 
 def _plain(value: Any) -> bool:

@@ -16,9 +16,11 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from fp8calib.errors import CheckpointError
 
@@ -70,21 +72,45 @@ def _check_existing(output: Path, overwrite: bool) -> None:
         )
 
 
+def check_room(output: Path | str, files: Iterable[Path]) -> None:
+    """Refuse an output whose file system has no room for copies of `files`, where it cannot share
+    their blocks instead."""
+    files = list(files)
+    parent = next(place for place in Path(output).resolve().parents if place.is_dir())
+    free, needed = shutil.disk_usage(parent).free, sum(file.stat().st_size for file in files)
+    if needed <= free:
+        return
+    with tempfile.TemporaryFile(dir=parent) as probe, files[0].open("rb") as reader:
+        if not _share_blocks(reader, probe):
+            raise CheckpointError(
+                f"{parent} has {free / 1e9:.1f} GB free, the weights take {needed / 1e9:.1f} GB: "
+                "free some space, choose another output, or share the weights with --link"
+            )
+
+
 @contextmanager
 def staged(output: Path | str, overwrite: bool) -> Iterator[Path]:
     """A temporary folder that becomes `output` when the block ends well, and is removed when it
     does not. Raises CheckpointError for what `check_output` refuses, and for a full disk."""
     check_output(output, overwrite)
     output = Path(output).resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = _sibling(output, "tmp")
-    staging.mkdir()
-    lock = os.open(staging, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with scratch(output) as staging:
         yield staging
         _flush(staging)
-        _put_in_place(staging, output)
+        _put_in_place(staging, output, overwrite)
+
+
+@contextmanager
+def scratch(output: Path) -> Iterator[Path]:
+    """A folder beside `output` for work on the way to it. It is gone when the block ends; if the
+    process is killed, the next run removes it. Raises CheckpointError for a full disk."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = _sibling(output, "tmp")
+    folder.mkdir()
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise CheckpointError(
@@ -92,7 +118,7 @@ def staged(output: Path | str, overwrite: bool) -> Iterator[Path]:
             ) from problem
         raise
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
@@ -142,9 +168,14 @@ def _flush_entry(path: Path) -> None:
         os.close(descriptor)
 
 
-def _put_in_place(staging: Path, output: Path) -> None:
-    if not output.exists() or not any(output.iterdir()):
-        staging.rename(output)
+def _put_in_place(staging: Path, output: Path, overwrite: bool) -> None:
+    if not overwrite or not output.exists() or not any(output.iterdir()):
+        try:
+            staging.rename(output)
+        except OSError as problem:
+            if problem.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise CheckpointError(f"the output {output} was made by another run") from None
     elif not _exchange(staging, output):
         earlier = _sibling(output, "old")
         output.rename(earlier)
@@ -180,9 +211,14 @@ def copy_file(source: Path, target: Path, link: bool = False) -> None:
             ) from problem
         return
     with source.open("rb") as reader, target.open("xb") as writer:
-        try:
-            fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
+        if _share_blocks(reader, writer):
             return
-        except OSError:  # no reflinks here
-            pass
     shutil.copyfile(source, target)
+
+
+def _share_blocks(source: IO[bytes], target: IO[bytes]) -> bool:
+    try:
+        fcntl.ioctl(target.fileno(), _FICLONE, source.fileno())
+    except OSError:  # another file system, or one without reflinks
+        return False
+    return True

@@ -54,6 +54,12 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     stray: Mapping[str, TensorInfo]
 
+    @property
+    def weight_files(self) -> list[Path]:
+        """The real paths of the weight files that transformers takes, in the order of the names."""
+        alone = not self.has_index and SINGLE in self.files
+        return [safe_file(self.path, file) for file in ((SINGLE,) if alone else self.files)]
+
     @cached_property
     def strategy(self) -> Strategy | None:
         """The declared strategy; raises CheckpointError for a scheme that is refused."""
@@ -90,8 +96,8 @@ class Checkpoint:
     @cached_property
     def sidecar(self) -> dict[str, Any] | None:
         """What fp8calib recorded beside the checkpoint; None when it was made by something else."""
-        path = self.path / SIDECAR
-        return read_json(path) if path.is_file() else None
+        there = (self.path / SIDECAR).exists()
+        return read_json(safe_file(self.path, SIDECAR)) if there else None
 
 
 def _last_number(module: str) -> int | None:
@@ -214,6 +220,8 @@ def safe_file(folder: Path, name: str) -> Path:
         allowed.append(root.parent.parent / "blobs")
     if not any(real.is_relative_to(place) for place in allowed):
         raise CheckpointError(f"{folder}: {name} is a link that leads out of the checkpoint")
+    if not real.is_file():
+        raise CheckpointError(f"{folder}: {name} is no regular file")
     return real
 
 

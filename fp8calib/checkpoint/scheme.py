@@ -35,16 +35,18 @@ def check_scheme(config: dict[str, Any]) -> Strategy | None:
     if not isinstance(scheme, dict):
         raise CheckpointError(f"config.json: kv_cache_scheme is {scheme!r}, expected an object")
     strategy = scheme.get("strategy")
-    if section.get("quant_method", METHOD) != METHOD:
-        strategy = strategy or "tensor"  # modelopt names none and means one scale per tensor
+    symmetric = scheme.get("symmetric")
+    if section.get("quant_method", METHOD) != METHOD:  # modelopt leaves both out and means these
+        strategy = strategy or "tensor"
+        symmetric = True if symmetric is None else symmetric
     number = scheme.get("num_bits")
     if number != 8 or scheme.get("type") != "float":
         got = f"num_bits {number} and type {scheme.get('type')}"
         raise _refused(got, "vLLM's FP8 cache is num_bits 8 and type float")
     if strategy not in STRATEGIES:
         raise _refused(f"strategy {strategy}", f"vLLM's FP8 cache knows {' and '.join(STRATEGIES)}")
-    if scheme.get("symmetric", True) is not True:
-        raise _refused("symmetric false", "vLLM's FP8 cache has no zero points")
+    if symmetric is not True:
+        raise _refused(f"symmetric {str(symmetric).lower()}", "vLLM's FP8 cache has no zero points")
     if scheme.get("dynamic", False) is not False:
         raise _refused(
             f"dynamic {str(scheme['dynamic']).lower()}",

@@ -15,11 +15,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from fp8calib.checkpoint.card import model_card
-from fp8calib.checkpoint.folder import SIDECAR, check_output, copy_file, staged
+from fp8calib.checkpoint.folder import SIDECAR, check_output, check_room, copy_file, staged
 from fp8calib.checkpoint.names import scale_name
 from fp8calib.checkpoint.reader import (
     INDEX,
-    SINGLE,
     Checkpoint,
     open_checkpoint,
     read_json,
@@ -88,6 +87,8 @@ def write_checkpoint(
     require(problems(scales, layers), "the scales cannot be written")
     check_output(output, overwrite, source)
     checkpoint = check_source(source)
+    if not link:
+        check_room(output, checkpoint.weight_files)
     config = with_scheme(checkpoint.config, scales.strategy)
     tensors = _scale_tensors(checkpoint, scales)
     with staged(output, overwrite) as folder:
@@ -127,25 +128,25 @@ def _write_weights(
     checkpoint: Checkpoint, folder: Path, tensors: dict[str, np.ndarray], link: bool
 ) -> None:
     """Copy the weight files under new numbers; write the scales' shard and the index of all."""
-    files = checkpoint.files
-    if not checkpoint.has_index and SINGLE in files:
-        files = (SINGLE,)  # transformers takes no other file then
-    count = len(files) + 1
-    renamed = {file: f"model-{n:05}-of-{count:05}.safetensors" for n, file in enumerate(files, 1)}
-    shard = f"model-{count:05}-of-{count:05}.safetensors"
-    real = {safe_file(checkpoint.path, file): new for file, new in renamed.items()}
-    size = sum(path.stat().st_size for path in real)
+    files = checkpoint.weight_files
+    *shards, last = (
+        f"model-{number:05}-of-{len(files) + 1:05}.safetensors"
+        for number in range(1, len(files) + 2)
+    )
+    renamed = dict(zip(files, shards, strict=True))
+    size = sum(path.stat().st_size for path in files)
     with progress("writing weights (MB)", size // 10**6) as bar:
-        for path, new in real.items():
+        for path, new in renamed.items():
             copy_file(path, folder / new, link)
             bar.advance(path.stat().st_size // 10**6)
-    (folder / shard).write_bytes(save(tensors, metadata={"format": "pt"}))
-    kept = {name: info for name, info in checkpoint.tensors.items() if info.file in real}
+    (folder / last).write_bytes(save(tensors, metadata={"format": "pt"}))
+    kept = {name: info for name, info in checkpoint.tensors.items() if info.file in renamed}
     metadata = _index_metadata(checkpoint)
     metadata["total_size"] = sum(info.end - info.start for info in kept.values()) + sum(
         values.nbytes for values in tensors.values()
     )
-    where = {name: real[info.file] for name, info in kept.items()} | dict.fromkeys(tensors, shard)
+    where = {name: renamed[info.file] for name, info in kept.items()}
+    where |= dict.fromkeys(tensors, last)
     _write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(where.items()))})
 
 
