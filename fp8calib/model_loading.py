@@ -73,6 +73,11 @@ def load_model(
     if config is not None:
         placed["config"] = config
     model = _load(AutoModelForCausalLM, source, trust_remote_code, dtype=kind, **placed)
+    compressor = getattr(getattr(model, "hf_quantizer", None), "compressor", None)
+    if compressor is not None:
+        # compressed-tensors would do it at the first forward pass of the whole model, and
+        # calibration runs only up to the head
+        compressor.decompress_model(model)
     return model.eval().requires_grad_(False)
 
 

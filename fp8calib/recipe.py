@@ -64,6 +64,8 @@ class Recipe(_Section):
     @field_validator("llmcompressor")
     @classmethod
     def _native(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if "kv_cache_scheme" in yaml.safe_dump(value):
+            raise ValueError("leave kv_cache_scheme out: fp8calib calibrates the KV cache")
         # llm-compressor passes over a stage whose name it does not know, and fails on an empty one.
         for stage, modifiers in (value or {}).items():
             if not stage.endswith("_stage"):

@@ -2,8 +2,9 @@
 
 import os
 
-# llm-compressor's own switch, read at its import: its log lines speak of choices we make knowingly.
-os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
+# Read by llm-compressor at its import. Its log lines speak of choices that we make knowingly, and
+# they go to stdout, where --json is; what goes wrong comes as an exception.
+os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
 
 from fp8calib.calibration.end_to_end import CalibrationResult, calibrate
 

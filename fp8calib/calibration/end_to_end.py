@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from fp8calib import __version__, console
 from fp8calib.calibration.report import KindReport, describe, kind_reports
 from fp8calib.calibration.statistics import Ranges
 from fp8calib.checkpoint import check_output, check_source, serve_command, write_checkpoint
+from fp8calib.checkpoint.folder import scratch
 from fp8calib.data import TokenData, default_dataset, load_data
 from fp8calib.errors import DataError, ModelError
 from fp8calib.layers import LayerSpec, resolve_skip_layers
@@ -111,23 +112,40 @@ def calibrate(
     if dry_run:
         return CalibrationResult(model, None, recipe, data)
 
-    start = time.perf_counter()
+    how = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    plan = CalibrationResult(model, target, recipe, data)
+    if recipe.llmcompressor is None:
+        return _calibrate_kv(plan, source, how, link, overwrite)
+    from fp8calib.calibration.weights import quantize_weights
+
+    with scratch(target) as quantized:
+        console.info("quantizing weights with llm-compressor")
+        quantize_weights(source, quantized, recipe.llmcompressor, data.rows, **how)
+        # linked: the scratch copy goes away
+        return _calibrate_kv(plan, quantized, how, link=True, overwrite=overwrite)
+
+
+def _calibrate_kv(
+    plan: CalibrationResult, source: Path, how: dict[str, Any], link: bool, overwrite: bool
+) -> CalibrationResult:
+    """Observe the model in `source`, make its scales, write them beside its weights."""
     from fp8calib.attention import probe
     from fp8calib.model_loading import load_model, load_tokenizer
 
-    loaded = load_model(source, device, dtype, trust_remote_code)
+    start = time.perf_counter()
+    assert plan.output is not None
+    recipe, data, asked = plan.recipe, plan.data, plan.recipe.calibration
+    loaded = load_model(source, **how)
     layers = probe(loaded)
     skip_layers, _ = resolve_skip_layers(asked.kv_cache_dtype_skip_layers, layers)
     recipe = recipe.with_options(kv_cache_dtype_skip_layers=skip_layers)
-    tokenizer = load_tokenizer(source, trust_remote_code)
+    tokenizer = load_tokenizer(source, how["trust_remote_code"])
     ranges = _observe(loaded, tokenizer, data, asked)
     scales = _scales(layers, ranges, asked)
     reports = kind_reports(scales, ranges)
-    result = CalibrationResult(
-        model=model,
-        output=target,
+    result = replace(
+        plan,
         recipe=recipe,
-        data=data,
         skip_layers=skip_layers,
         layers=layers,
         scales=scales,
@@ -135,7 +153,9 @@ def calibrate(
         seconds=time.perf_counter() - start,
     )
     sidecar = _sidecar(result, str(loaded.dtype).removeprefix("torch."), ranges)
-    write_checkpoint(source, target, scales, sidecar, layers=layers, link=link, overwrite=overwrite)
+    write_checkpoint(
+        source, plan.output, scales, sidecar, layers=layers, link=link, overwrite=overwrite
+    )
     return result
 
 
