@@ -135,7 +135,7 @@ def _recover(output: Path) -> None:
             lock = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                pass
+                shutil.rmtree(leftover)
             finally:
                 os.close(lock)
     for earlier in _siblings(output, "old"):
