@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _LAZY = {
+    "LLM": "fp8calib.runtime.llm",
+    "SamplingParams": "fp8calib.runtime.sampling_params",
     "ScaleSet": "fp8calib.scales",
     "calibrate": "fp8calib.calibration",
     "inspect": "fp8calib.checkpoint",
 }
-__all__ = ["ScaleSet", "__version__", "calibrate", "inspect"]
+__all__ = ["LLM", "SamplingParams", "ScaleSet", "__version__", "calibrate", "inspect"]
 
 if TYPE_CHECKING:
     from fp8calib.calibration import calibrate
     from fp8calib.checkpoint import inspect
+    from fp8calib.runtime.llm import LLM
+    from fp8calib.runtime.sampling_params import SamplingParams
     from fp8calib.scales import ScaleSet
 
 

@@ -81,4 +81,4 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-from fp8calib.cli import calibrate, inspect, models  # noqa: E402, F401  (they register themselves)
+from fp8calib.cli import calibrate, inspect, models, run  # noqa: E402, F401  (they register themselves)

@@ -23,6 +23,31 @@ SkipLayers = Annotated[
         "`sliding_window`, separated by spaces or commas; may be repeated.",
     ),
 ]
+KVCacheDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="DTYPE",
+        help="auto (fp8 for a calibrated checkpoint, else the model's dtype), bfloat16, float16, "
+        "float32, fp8, fp8_e4m3 or fp8_e5m2.",
+    ),
+]
+Attention = Annotated[
+    str,
+    typer.Option(
+        "--attention",
+        metavar="accurate|fp8",
+        help="Arithmetic over an FP8 cache. fp8 quantizes queries too, as FlashAttention 3 does.",
+    ),
+]
+MissingScales = Annotated[
+    str,
+    typer.Option(
+        "--missing-scales",
+        metavar="refuse|one",
+        help="one: run layers of a calibrated checkpoint that lack a scale at 1.0, as vLLM does.",
+    ),
+]
 Dataset = Annotated[
     str | None,
     typer.Option(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8calib.errors import UserError
+from fp8calib.runtime.kv_cache_dtype import check_words
 from fp8calib.runtime.kv_format import Arithmetic
 
 
@@ -25,7 +26,7 @@ class EngineConfig:
     gpu_memory_utilization: that share on a GPU, weights included.
 
     Raises:
-        UserError: a number that is out of its range.
+        UserError: an unknown word, or a number that is out of its range.
     """
 
     kv_cache_dtype: str = "auto"
@@ -43,6 +44,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
+        check_words(self.kv_cache_dtype, self.attention, self.missing_scales)
         for name in ("max_model_len", "max_num_seqs", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ from fp8calib.checkpoint import Checkpoint, read_scales
 from fp8calib.errors import ScaleError, UserError
 from fp8calib.layers import LayerSpec, resolve_skip_layers
 from fp8calib.runtime.kv_format import ARITHMETICS, Arithmetic, KVFormat
-from fp8calib.runtime.loader import LoadedModel
 from fp8calib.scales import LayerScales, ScaleSet, expected_shape, problems, require
+
+if TYPE_CHECKING:
+    from fp8calib.runtime.loader import LoadedModel
 
 NATIVE_WORDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8_WORDS = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
@@ -44,20 +47,27 @@ class KVChoice:
     warnings: list[str]
 
 
-def check_word(word: str) -> None:
-    """Raise UserError unless `word` is a KV-cache dtype that this runtime has."""
-    if word in WORDS:
-        return
+def check_words(kv_cache_dtype: str, attention: str, missing_scales: str) -> None:
+    """Raise UserError for a word that this runtime does not know, naming where it exists."""
+    if kv_cache_dtype not in WORDS:
+        raise _unknown_dtype(kv_cache_dtype)
+    if attention not in ARITHMETICS:
+        raise UserError(f"unknown attention {attention!r}: use {' or '.join(ARITHMETICS)}")
+    if missing_scales not in MISSING_SCALES:
+        raise UserError(f"unknown --missing-scales {missing_scales!r}: use refuse or one")
+
+
+def _unknown_dtype(word: str) -> UserError:
     known = f"here there are {', '.join(WORDS)}"
     if word.endswith("_per_token_head"):
-        raise UserError(
+        return UserError(
             f"KV-cache dtype {word} exists only in vLLM, which makes its scales while it runs and "
             f"needs no calibration; {known}"
         )
     for start, where in _ELSEWHERE.items():
         if word.startswith(start):
-            raise UserError(f"KV-cache dtype {word} {where}; {known}")
-    raise UserError(f"unknown KV-cache dtype {word!r}; {known}")
+            return UserError(f"KV-cache dtype {word} {where}; {known}")
+    return UserError(f"unknown KV-cache dtype {word!r}; {known}")
 
 
 def choose_kv_format(
@@ -83,11 +93,7 @@ def choose_kv_format(
         CheckpointError: the checkpoint declares a scheme that is refused.
         ScaleError: scales that are missing or unusable.
     """
-    check_word(kv_cache_dtype)
-    if attention not in ARITHMETICS:
-        raise UserError(f"unknown attention {attention!r}: use {' or '.join(ARITHMETICS)}")
-    if missing_scales not in MISSING_SCALES:
-        raise UserError(f"unknown --missing-scales {missing_scales!r}: use refuse or one")
+    check_words(kv_cache_dtype, attention, missing_scales)
     checkpoint, layers = loaded.checkpoint, loaded.layers
     model_dtype: torch.dtype = loaded.model.dtype
     warnings: list[str] = []
