@@ -289,6 +289,10 @@ def test_sidecar_and_card(tiny: Tiny, tmp_path: Path) -> None:
     assert front["base_model"] == "someone/tiny"
     assert "vllm serve out --kv-cache-dtype-skip-layers 0 1" in card
     assert "abc123" in card
+    assert "weights are those of the original model, unchanged" in card
+    sidecar["recipe"] = {"llmcompressor": {"stage": {}}}
+    write_checkpoint(source, tmp_path / "two", scales, sidecar, layers=layers)
+    assert "quantized by llm-compressor" in (tmp_path / "two" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

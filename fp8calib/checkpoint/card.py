@@ -49,7 +49,7 @@ def model_card(source: Path, name: str, scales: ScaleSet, sidecar: dict[str, Any
 # {name}
 
 {base or source.resolve().name} with calibrated scales for an FP8 (e4m3) KV cache.
-There is a scale for {kinds}, {per}. The weights are those of the original model, unchanged.
+There is a scale for {kinds}, {per}. {_weights(sidecar)}
 
 ```sh
 {serve_command(name, skip)}
@@ -86,6 +86,13 @@ def _base_model(model: str, own: dict[str, Any]) -> str | None:
         return model
     named = own.get("base_model")
     return named if isinstance(named, str) and _HUB_ID.fullmatch(named) else None
+
+
+def _weights(sidecar: dict[str, Any]) -> str:
+    recipe = sidecar.get("recipe")
+    if isinstance(recipe, dict) and recipe.get("llmcompressor"):
+        return "The weights were quantized by llm-compressor with the recipe in `fp8calib.json`."
+    return "The weights are those of the original model, unchanged."
 
 
 def _plain(value: Any) -> bool:
