@@ -29,8 +29,18 @@ _SHAPE = {
     "initializer_range": 0.3,
 }
 
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
 # What an architecture needs on top of _SHAPE, by model_type.
 _MORE: dict[str, dict[str, Any]] = {
+    "bloom": {"n_head": 4, "n_layer": 2},
     "cohere2": {"sliding_window": 6},
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -46,16 +56,50 @@ _MORE: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
     },
+    "falcon": {"alibi": False},
     "gemma2": {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16},
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma3n_text": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 6,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 8,
+    },
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
     "gpt_oss": {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4},
+    "llama4_text": {
+        "head_dim": 16,
+        "attention_chunk_size": 6,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 96,
+    },
     "mistral": {"sliding_window": 6},
     "mixtral": {"num_local_experts": 4},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "phi3": {"sliding_window": 6},
+    "qwen2_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    },
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {
         "head_dim": 16,
@@ -63,7 +107,50 @@ _MORE: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "qwen3_next": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
+
+
+# Composite models: the rest of their configuration, beside a `text_config` of the given type.
+_COMPOSITE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3_text",
+        {"vision_config": _VISION, "image_token_index": 300, "boi_token_index": 301},
+    ),
+    "llava": (
+        "llama",
+        {
+            "vision_config": {"model_type": "clip_vision_model", **_VISION},
+            "image_token_index": 300,
+        },
+    ),
+    "qwen2_vl": (
+        "qwen2_vl_text",
+        {
+            "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+            "image_token_id": 300,
+            "video_token_id": 301,
+            "vision_start_token_id": 302,
+            "vision_end_token_id": 303,
+        },
+    ),
+}
+
+
+def text_config(model_type: str, **config: Any) -> dict[str, Any]:
+    """Settings of a tiny language model's configuration; `config` overrides."""
+    return {**_SHAPE, **_MORE.get(model_type, {}), **config}
 
 
 def write_tokenizer(
@@ -121,7 +208,7 @@ def write_model(
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    settings = {**_SHAPE, **_MORE.get(model_type, {}), **config}
+    settings = text_config(model_type, **config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**settings))
@@ -130,4 +217,22 @@ def write_model(
             edit(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     write_tokenizer(folder, **(tokenizer or {}))
+    return folder
+
+
+def write_composite(folder: Path, model_type: str, *, seed: int = 0) -> Path:
+    """Write a random-weight vision-language model of `model_type` and its tokenizer."""
+    import torch
+    from transformers import AutoModelForMultimodalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    text, rest = _COMPOSITE[model_type]
+    config = CONFIG_MAPPING[model_type](
+        text_config={"model_type": text, **text_config(text)}, **rest
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForMultimodalLM.from_config(config)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
     return folder

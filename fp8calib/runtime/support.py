@@ -46,9 +46,7 @@ def _why(kind: str) -> str:
 
 def _refused(config: PretrainedConfig, what: str, why: str) -> ModelError:
     name = (config.architectures or [type(config).__name__])[0]
-    return ModelError(
-        f"{name} cannot be run: {what}, and {why}; calibrate it and serve it with vLLM"
-    )
+    return ModelError(f"{name} cannot be run here: {what}, and {why}; vLLM may serve it")
 
 
 def context_limit(config: PretrainedConfig) -> int:
