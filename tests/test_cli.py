@@ -1,0 +1,161 @@
+"""The command line: exit codes, one-line errors, --json, and a --help that loads no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8calib.cli import main
+
+
+def run(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fp8calib", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Run a command in this process: exit code, stdout, stderr."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(args))
+    out, err = capsys.readouterr()
+    assert isinstance(stop.value.code, int)
+    return stop.value.code, out, err
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {n} " * (4 + n)}) + "\n" for n in range(6)))
+    return path
+
+
+def test_help_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, contextlib, io\n"
+        "from fp8calib.cli import main\n"
+        "for args in (['--help'], ['calibrate', '--help'], ['inspect', '--help'], ['--version']):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "        main(args)\n"
+        "print(sorted({'torch', 'transformers', 'llmcompressor', 'numpy'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_calibrate_and_inspect_as_a_user_runs_them(
+    tiny: Callable[..., Path], texts: Path, tmp_path: Path
+) -> None:
+    done = run("calibrate", str(tiny()), "--dataset", str(texts), "-o", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""  # the summary is for a person: stderr
+    assert "vllm serve out" in done.stderr and "clipped" in done.stderr
+    assert "strategy: tensor" in done.stderr  # the resolved recipe
+    done = run("inspect", "out", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["layers"]) == 2
+
+
+def test_json_is_all_there_is_on_stdout(
+    tiny: Callable[..., Path], texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source, out = str(tiny()), str(tmp_path / "out")
+    with pytest.raises(SystemExit) as stop:
+        main(["calibrate", source, "--dataset", str(texts), "-o", out, "--json", "--margin", "1.5"])
+    result = json.loads(capfd.readouterr().out)
+    assert stop.value.code == 0
+    assert result["output"] == out and result["recipe"]["calibration"]["margin"] == 1.5
+    assert {entry["kind"] for entry in result["layers"]} == {"q", "k", "v"}
+    assert result["serve"] == f"vllm serve {out}"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["calibrate", "/no/such/model"], "no such folder"),
+        (["calibrate", "MODEL", "--strategy", "channel"], "'tensor' or 'attn_head'"),
+        (["calibrate", "MODEL", "--dataset", "/no/such.jsonl"], "/no/such.jsonl"),
+        (["calibrate", "MODEL", "--dataset", "TEXTS", "--device", "tpu"], "unknown device 'tpu'"),
+        (["calibrate", "MODEL", "--dataset", "TEXTS", "--dtype", "int4"], "unknown dtype 'int4'"),
+        (
+            ["calibrate", "MODEL", "--dataset", "TEXTS", "--skip-layers", "9"],
+            "no attention layer 9",
+        ),
+        (["calibrate", "MODEL", "--margin", "0"], "margin"),
+        (["calibrate", "MODEL", "--samples", "many"], "--samples"),
+        (["calibrate", "MODEL", "--recipe", "nope"], "there is no recipe 'nope'"),
+        (["calibrate"], "MODEL"),
+        (["calibrat"], "calibrat"),
+        (["calibrate", "MODEL", "--strateg", "tensor"], "--strateg"),
+        (["inspect", "/no/such"], "/no/such"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(
+    tiny: Callable[..., Path],
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    real = {"MODEL": str(tiny()), "TEXTS": str(texts)}
+    code, out, err = call(capsys, *(real.get(arg, arg) for arg in args))
+    assert code == 2
+    assert out == "" and "Traceback" not in err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ") and message in last
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys)
+    assert code == 2 and "calibrate" in out + err
+
+
+def test_a_bug_of_ours_is_called_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise ZeroDivisionError("nobody expected this")
+
+    monkeypatch.setattr("fp8calib.checkpoint.inspect", fail)
+    code, _, err = call(capsys, "inspect", "anything")
+    assert code == 3 and "ZeroDivisionError" in err and "Traceback" not in err
+    code, _, err = call(capsys, "--debug", "inspect", "anything")
+    assert code == 3 and "Traceback" in err
+
+
+def test_an_interrupted_calibration_exits_130_and_leaves_nothing(
+    tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = tiny(num_hidden_layers=6)
+    data = tmp_path / "texts.jsonl"
+    line = json.dumps({"text": "word " * 50})
+    data.write_text("\n".join([line] * 20_000))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "fp8calib", "calibrate", str(source), "-o", str(out)]
+    command += ["--dataset", str(data), "--samples", "20000", "--batch-size", "1"]
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, stderr=stderr)
+        deadline = time.monotonic() + 120
+        while "gates" not in log.read_text():  # the recipe is printed once the data is ready
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        time.sleep(1)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    err = log.read_text()
+    assert "Traceback" not in err and err.strip().endswith("error: interrupted")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "texts.jsonl"]
