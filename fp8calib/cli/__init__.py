@@ -51,11 +51,9 @@ def main(args: list[str] | None = None) -> None:
 
     try:
         status = app(args=args, standalone_mode=False)
-        sys.exit(status if isinstance(status, int) else 0)
-    except typer.Exit as stop:
-        if stop.exit_code == 130:  # what typer makes of Ctrl-C
+        if status == 130:  # what typer makes of Ctrl-C
             _fail("interrupted", 130)
-        sys.exit(stop.exit_code)
+        sys.exit(status if isinstance(status, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except Fp8CalibError as problem:
