@@ -6,8 +6,7 @@ scales are those of the values that will be served.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from llmcompressor.core import create_session
 from torch.utils.data import DataLoader
 
 from fp8calib.calibration.oneshot import as_it_was
+from fp8calib.checkpoint.folder import copy_file
+from fp8calib.checkpoint.writer import companions
 from fp8calib.errors import RecipeError
 from fp8calib.model_loading import load_model, load_tokenizer
 
@@ -54,12 +55,7 @@ def quantize_weights(
             first = " ".join(str(problem).split())[:300]
             raise RecipeError(f"llmcompressor section: not accepted: {first}") from problem
     # What it saves beside the weights is rewritten by transformers; the source's files are right.
-    for file in _companions(source):
-        shutil.copyfile(file, folder / file.name)
-
-
-def _companions(source: Path) -> Iterator[Path]:
-    for file in source.iterdir():
-        ours = file.name == "config.json" or file.name.endswith(".index.json")
-        if file.suffix in (".json", ".jinja", ".txt", ".model", ".md") and not ours:
-            yield file
+    for file in [*companions(source), Path("README.md")]:
+        if (source / file).is_file():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(source / file, folder / file)

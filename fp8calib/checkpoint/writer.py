@@ -93,7 +93,7 @@ def write_checkpoint(
     tensors = _scale_tensors(checkpoint, scales)
     with staged(output, overwrite) as folder:
         _write_weights(checkpoint, folder, tensors, link)
-        for file in _companions(source):
+        for file in companions(source):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             copy_file(safe_file(source, str(file)), folder / file)
         _write_json(folder / SIDECAR, {"schema_version": SCHEMA_VERSION} | sidecar)
@@ -157,7 +157,7 @@ def _index_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     return dict(metadata) if isinstance(metadata, dict) else {}
 
 
-def _companions(source: Path) -> Iterator[Path]:
+def companions(source: Path) -> Iterator[Path]:
     """The files that belong to the model beside its weights, relative to `source`: tokenizer, chat
     templates, generation config, code, licence. Not weights in any format (nor folders that hold
     some: the same model in another form), not hidden files, not what the output has its own of."""
