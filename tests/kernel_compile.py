@@ -30,6 +30,7 @@ DECODE = {**LAYER, "MAX_NEW": 1, "COLUMNS": 8, "TILE": 128, "STAGES": 3, "MODE":
           "QUANTIZE": False, "PDL": True}
 KERNELS = {
     "decode": ("decode", "_decode_kernel", DECODE),
+    "decode_hopper": ("decode_hopper", "_decode_hopper_kernel", DECODE),
     "join": ("decode", "_join_kernel", {"GROUP": 4, "MAX_NEW": 1, "DV": 128, "DV_PAD": 128,
                                         "PIECES": 32, "SINKS": False, "PDL": True}),
     "prefill": ("prefill", "_prefill_kernel", {**LAYER, "TILE_Q": 64, "TILE": 64, "DOT": "fp16",
@@ -77,7 +78,10 @@ def compile_kernel(kernel, arch, num_warps=4, **constants):
         if kind.startswith("*") or STRIDES.fullmatch(argument):
             attributes[(i,)] = [["tt.divisibility", 16]]
     indices = {(fn.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=fn, signature=signature, constexprs=indices, attrs=attributes)
+    source_type = ASTSource
+    if kernel.endswith("_hopper"):
+        from triton.experimental.gluon._runtime import GluonASTSource as source_type
+    source = source_type(fn=fn, signature=signature, constexprs=indices, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": 2}
     if constants.get("PDL"):
         options["launch_pdl"] = True

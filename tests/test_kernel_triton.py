@@ -8,11 +8,20 @@ from kernel_cases import DEVICE, ERROR, Case, relative_error
 
 pytest.importorskip("triton", reason="CPU builds of torch come without triton")
 
+# Small heads keep the interpreter quick; a GPU's matrix instructions want larger ones.
+SMALL, MEDIUM = (16, 32) if DEVICE == "cpu" else (64, 128)
 RAGGED = {"seq_lens": [1, 15, 16, 17, 0, 33, 97], "new_tokens": [1] * 7}
 SPECULATIVE = {"seq_lens": [40, 33, 3, 70, 2], "new_tokens": [3, 1, 3, 2, 4]}
 MIXED = {"seq_lens": [40, 33, 12, 21, 1, 0], "new_tokens": [40, 10, 3, 1, 1, 1]}
 SINKS = torch.linspace(-1, 3, 4).to(DEVICE)
 ALL = {"sliding_window": 18, "softcap": 2.0, "sinks": SINKS, "scale": 0.1}
+
+
+@pytest.fixture(autouse=True, params=["plain"] if DEVICE == "cpu" else ["plain", "gluon"])
+def decode_kernel(request, monkeypatch):
+    """On a GPU, everything runs with both decode kernels."""
+    from fp8_paged_attention import triton_backend
+    monkeypatch.setattr(triton_backend, "USE_GLUON", request.param == "gluon")
 
 
 def case_of(**options):
@@ -100,13 +109,13 @@ def test_store_of_nothing():
                          ids=["ragged", "speculative", "mixed"])
 @pytest.mark.parametrize("pages", [torch.uint8, torch.float16], ids=["fp8", "native"])
 def test_attend_equals_the_reference(lengths, pages, options):
-    case = case_of(**lengths, pages_dtype=pages, dims=(32, 16))
+    case = case_of(**lengths, pages_dtype=pages, dims=(MEDIUM, SMALL))
     assert relative_error(attend(case, **options), case.reference(**options)) < ERROR["accurate"]
 
 
 @pytest.mark.parametrize("lengths", [RAGGED, MIXED], ids=["decode", "prefill"])
 def test_fp8_arithmetic(lengths):
-    case = case_of(**lengths, dims=(32, 32))
+    case = case_of(**lengths, dims=(MEDIUM, MEDIUM))
     q_scale = torch.tensor([1.0, 100.0], device=DEVICE) / 100
     grouped = case.tensors["query"].unflatten(1, (2, 2))
     codes = fpa.quantize(grouped, q_scale[:, None])
@@ -124,8 +133,8 @@ def test_fp8_arithmetic(lengths):
 @pytest.mark.parametrize("fp8_format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("query", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_query_dtypes_and_formats(query, fp8_format, new):
-    case = case_of(seq_lens=[45, 20], new_tokens=[new, new], dims=(32, 32), query_dtype=query,
-                   fp8_format=fp8_format, scales=("tensor", 0.02, 0.5))
+    case = case_of(seq_lens=[45, 20], new_tokens=[new, new], dims=(MEDIUM, MEDIUM),
+                   query_dtype=query, fp8_format=fp8_format, scales=("tensor", 0.02, 0.5))
     error = relative_error(attend(case), case.reference())
     # The interpreter truncates where a GPU rounds to bfloat16.
     assert error < ERROR["accurate"] + (2**-8 if DEVICE == "cpu" else 0)
@@ -142,19 +151,20 @@ def test_c19_head_sizes(dims, new):
 @pytest.mark.parametrize("heads", [(4, 4), (9, 3), (16, 1), (40, 1)], ids=str)
 @pytest.mark.parametrize("new", [1, 9], ids=["decode", "prefill"])
 def test_head_groups(heads, new):
-    case = case_of(seq_lens=[40], new_tokens=[new], heads=heads, dims=(16, 16))
+    case = case_of(seq_lens=[40], new_tokens=[new], heads=heads, dims=(SMALL, SMALL))
     assert relative_error(attend(case), case.reference()) < ERROR["accurate"]
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 def test_page_sizes(page_size):
-    case = case_of(seq_lens=[150, 31], new_tokens=[1, 1], page_size=page_size, dims=(16, 32))
+    case = case_of(seq_lens=[150, 31], new_tokens=[1, 1], page_size=page_size, dims=(SMALL, MEDIUM))
     assert relative_error(attend(case), case.reference()) < ERROR["accurate"]
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 128, 129, 4097])
 def test_c14_error_does_not_jump_at_a_boundary(length):
-    case = case_of(seq_lens=[length], new_tokens=[1], heads=(2, 1), dims=(16, 16), page_size=32)
+    case = case_of(seq_lens=[length], new_tokens=[1], heads=(2, 1), dims=(SMALL, SMALL),
+                   page_size=32)
     assert relative_error(attend(case), case.reference()) < ERROR["accurate"]
 
 
@@ -162,7 +172,7 @@ def test_many_sequences_are_planned_longest_first(monkeypatch):
     from fp8_paged_attention import plan
     monkeypatch.setattr(plan, "LONGEST_FIRST_PAIRS", 8)
     lengths = [33, 0, 1, 700, 64, 5]
-    case = case_of(seq_lens=lengths, new_tokens=[1] * 6, dims=(16, 16))
+    case = case_of(seq_lens=lengths, new_tokens=[1] * 6, dims=(SMALL, SMALL))
     table = fpa.DecodePlan(case.tensors["k_pages"], case.tensors["v_pages"], num_q_heads=4,
                            max_num_seqs=6)
     table.update(case.tensors["seq_lens"])
@@ -175,7 +185,7 @@ def test_many_sequences_are_planned_longest_first(monkeypatch):
 
 
 def test_one_plan_follows_changing_lengths():
-    case = case_of(seq_lens=[97, 64, 31], new_tokens=[1] * 3, dims=(16, 16))
+    case = case_of(seq_lens=[97, 64, 31], new_tokens=[1] * 3, dims=(SMALL, SMALL))
     plan = fpa.DecodePlan(case.tensors["k_pages"], case.tensors["v_pages"], num_q_heads=4,
                           max_num_seqs=4)
     for lengths in ([97, 64, 31], [1, 0, 17], [96, 33, 2]):
@@ -189,7 +199,7 @@ def test_one_plan_follows_changing_lengths():
 
 @pytest.mark.parametrize("new", [1, 9], ids=["decode", "prefill"])
 def test_c10_moving_a_power_of_two_between_values_and_scales_changes_nothing(new):
-    case = case_of(seq_lens=[50, 40], new_tokens=[new, 1], dims=(16, 16))
+    case = case_of(seq_lens=[50, 40], new_tokens=[new, 1], dims=(SMALL, SMALL))
     out = attend(case)
     pages = [torch.zeros_like(case.tensors[name]) for name in ("k_pages", "v_pages")]
     scales = {name: scale * 4 for name, scale in case.scale_args.items()}
@@ -205,7 +215,7 @@ def test_c10_moving_a_power_of_two_between_values_and_scales_changes_nothing(new
 @pytest.mark.parametrize("new", [1, 9], ids=["decode", "prefill"])
 def test_c11_k_and_v_and_heads_keep_their_own_scales(new):
     case = case_of(seq_lens=[60], new_tokens=[new], heads=(4, 4), scales=("head", 0.5, 2.0),
-                   dims=(16, 16))
+                   dims=(SMALL, SMALL))
     out = attend(case)
     assert relative_error(out, case.reference()) < ERROR["accurate"]
     scales = case.scale_args
@@ -219,7 +229,7 @@ def test_c11_k_and_v_and_heads_keep_their_own_scales(new):
 
 @pytest.mark.parametrize("lengths", [RAGGED, MIXED], ids=["decode", "prefill"])
 def test_moving_pages_and_running_twice_change_nothing(lengths):
-    case = case_of(**lengths, dims=(16, 16))
+    case = case_of(**lengths, dims=(SMALL, SMALL))
     out = attend(case)
     assert torch.equal(attend(case), out)
     order = torch.randperm(len(case.tensors["k_pages"]), device=DEVICE)
@@ -231,7 +241,7 @@ def test_moving_pages_and_running_twice_change_nothing(lengths):
 
 @pytest.mark.parametrize("new", [2, 9], ids=["decode", "prefill"])
 def test_tokens_before_the_window_may_be_gone(new):
-    case = case_of(seq_lens=[100], new_tokens=[new], dims=(16, 16))
+    case = case_of(seq_lens=[100], new_tokens=[new], dims=(SMALL, SMALL))
     expected = attend(case, sliding_window=10)
     table = case.tensors["block_table"].clone()
     table[0, :(100 - new - 10 + 1) // 16] = -1

@@ -188,7 +188,7 @@ def _load_tile(k_ptr, v_ptr, k_pages, v_pages, tile, head, token, live_k, live_v
     return k, v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_ptr, count_ptr,
                    table_ptr, lens_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr,
                    sinks_ptr, score_scale, cap, window,

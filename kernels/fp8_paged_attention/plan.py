@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .device import hardware
+from .tuning import DecodeConfig, decode_config
 
 LONGEST_FIRST_PAIRS = 160
 """From so many (sequence, KV head) pairs on, pairs are planned longest first."""
@@ -49,7 +50,7 @@ def _write(entry_ptr, sequence, head, first, end, slot, following, mask):
     tl.store(entry_ptr + 5, following, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "window", "new_tokens", "num_programs"])
 def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window, new_tokens,
                num_programs, HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                SEQS: tl.constexpr, BLOCK: tl.constexpr):
@@ -66,8 +67,9 @@ def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window
     of_pair = pair >= 0
     sequence = tl.maximum(pair, 0) // HEADS
     begin = i.to(tl.int64) * total // programs
-    pair_begin = tl.sum(tl.where(j[None, :] == sequence[:, None], (ends - tiles * HEADS)[None, :], 0), 1)
-    pair_tiles = tl.sum(tl.where(j[None, :] == sequence[:, None], tiles[None, :], 0), 1)
+    own = j[None, :] == sequence[:, None]
+    pair_begin = tl.sum(tl.where(own, (ends - tiles * HEADS)[None, :], 0), 1)
+    pair_tiles = tl.sum(tl.where(own, tiles[None, :], 0), 1)
     pair_begin += (tl.maximum(pair, 0) % HEADS) * pair_tiles
     begin = tl.where(of_pair, pair_begin, begin)
     program = ((begin + 1) * programs - 1) // total
@@ -91,7 +93,8 @@ def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window
     slot = tl.where(to_program > from_program, program + pair, -1)
     low, high, _ = _tiles(seq_lens_ptr, sequence, num_seqs, TILE, WINDOW, window, new_tokens)
     _write(entries_ptr + i * 8, sequence, head.to(tl.int32), (low + first).to(tl.int32),
-           tl.minimum(low + end, high).to(tl.int32), slot.to(tl.int32), following.to(tl.int32), used)
+           tl.minimum(low + end, high).to(tl.int32), slot.to(tl.int32), following.to(tl.int32),
+           used)
     entry = pairs_ptr + pair * 4
     pair_mask = exists & (i >= num_programs)
     tl.store(entry, sequence, mask=pair_mask)
@@ -100,7 +103,7 @@ def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window
     tl.store(entry + 3, (to_program - from_program + 1).to(tl.int32), mask=pair_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "window", "new_tokens", "num_programs"])
 def _plan_longest_first(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window,
                         new_tokens, num_programs, HEADS: tl.constexpr, TILE: tl.constexpr,
                         WINDOW: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr):
@@ -150,7 +153,7 @@ class DecodePlan:
 
     def __init__(self, k_pages: torch.Tensor, v_pages: torch.Tensor, *, num_q_heads: int,
                  max_num_seqs: int, max_seqlen_q: int = 1, sliding_window: int | None = None,
-                 ) -> None:
+                 config: DecodeConfig | None = None) -> None:
         """
         Args:
             k_pages: `[num_pages, num_kv_heads, page_size, head_dim_k]` of any layer of the kind.
@@ -159,12 +162,11 @@ class DecodePlan:
             max_num_seqs: most sequences in a batch.
             max_seqlen_q: most new tokens of a sequence.
             sliding_window: as in ``attend``.
+            config: how the kernel is cut; by default as measured for such pages.
         """
-        from .tuning import decode_config
-
         device = k_pages.device
         num_kv_heads, head_dim_v = k_pages.shape[1], v_pages.shape[3]
-        self.config = decode_config(k_pages, v_pages, num_q_heads, max_seqlen_q)
+        self.config = config or decode_config(k_pages, v_pages)
         self.num_kv_heads = num_kv_heads
         self.num_q_heads = num_q_heads
         self.head_dim_v = head_dim_v

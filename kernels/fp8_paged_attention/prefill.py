@@ -16,7 +16,7 @@ def _widen(x, FORMAT: tl.constexpr, DOT: tl.constexpr, CAST: tl.constexpr):
     return x.to(DOT) if FORMAT == 0 or CAST else decode(x, FORMAT == 2, DOT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def _prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lens_ptr, starts_ptr, k_scale_ptr,
                     v_scale_ptr, q_scale_ptr, sinks_ptr, score_scale, cap, window,
                     q_stride, q_head_stride, out_stride, out_head_stride, table_stride,

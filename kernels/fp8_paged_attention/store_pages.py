@@ -90,7 +90,7 @@ def _first_group(slot_ptr, block, num_tokens, ROWS: tl.constexpr):
     return tl.min(tl.where((slot >= 0) & (slot % 16 == 0), row, block * ROWS + ROWS), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _store_groups(key_ptr, value_ptr, k_ptr, v_ptr, slot_ptr, k_scale_ptr, v_scale_ptr,
                   key_stride, key_head_stride, value_stride, value_head_stride,
                   k_scale_stride, v_scale_stride, num_tokens,

@@ -20,6 +20,9 @@ LOG2E = 1.4426950408889634
 MAX_DECODE_TOKENS = 8
 """With at most so many new tokens a sequence, a batch is decoded; else it is prefilled."""
 
+USE_GLUON = True
+"""Whether Hopper decodes with its own kernel (False: with plain Triton's, to compare them)."""
+
 ACCURATE, FP8, WIDE = 0, 1, 2
 JOINED_PIECES = 32
 
@@ -75,22 +78,35 @@ def _decode(tensors: tuple, layer: tuple, constants: dict[str, Any], plan: Decod
             arithmetic: str, machine: Hardware) -> None:
     """Launch the decode kernel, and the one that joins what the plan has cut."""
     query, k_pages, v_pages, out = tensors
+    starts, sinks = layer[2], layer[6]
     mode = decode_mode(constants["FORMAT"], arithmetic, machine)
+    kernel, smallest = decode_kernel(mode, (constants["DK_PAD"], constants["DV_PAD"]),
+                                     plan.config.tile, machine)
     columns = constants["GROUP"] * plan.max_seqlen_q
-    width = column_block(columns, constants["DV_PAD"], mode)
+    width = column_block(columns, constants["DV_PAD"], smallest)
     pdl = {"launch_pdl": True} if machine.has_pdl else {}
-    table, seq_lens, starts, *_ = layer
-    _decode_kernel[(plan.grid, triton.cdiv(columns, width))](
+    kernel[(plan.grid, triton.cdiv(columns, width))](
         query, k_pages, v_pages, out, plan.partial, plan.partial_lse, plan.entries, plan.count,
         *layer, **constants, MAX_NEW=plan.max_seqlen_q, COLUMNS=width, TILE=plan.config.tile,
         STAGES=plan.config.num_stages, MODE=mode, DOT=dot_dtype(k_pages.dtype, machine),
         QUANTIZE=mode == WIDE and arithmetic == "fp8", PDL=machine.has_pdl,
         num_warps=plan.config.num_warps, **pdl)
     _join_kernel[(plan.join_grid, columns)](
-        out, plan.partial, plan.partial_lse, plan.pairs, starts, layer[6], out.stride(0),
+        out, plan.partial, plan.partial_lse, plan.pairs, starts, sinks, out.stride(0),
         out.stride(1), GROUP=constants["GROUP"], MAX_NEW=plan.max_seqlen_q, DV=constants["DV"],
         DV_PAD=constants["DV_PAD"], PIECES=JOINED_PIECES, SINKS=constants["SINKS"],
         PDL=machine.has_pdl, num_warps=4, **pdl)
+
+
+def decode_kernel(mode: int, head_dims: tuple[int, int], tile: int, machine: Hardware,
+                  ) -> tuple[Any, int]:
+    """The kernel to decode with here, and the fewest columns it takes."""
+    if USE_GLUON and machine.arch == 90:
+        from . import decode_hopper
+
+        if decode_hopper.is_supported(machine, head_dims, tile):
+            return decode_hopper._decode_hopper_kernel, 8
+    return _decode_kernel, 8 if mode == ACCURATE else 16
 
 
 def _prefill(tensors: tuple, layer: tuple, constants: dict[str, Any], max_seqlen_q: int,
@@ -111,9 +127,8 @@ def decode_mode(page_format: int, arithmetic: str, machine: Hardware) -> int:
     return FP8 if arithmetic == "fp8" else ACCURATE
 
 
-def column_block(columns: int, head_dim: int, mode: int) -> int:
+def column_block(columns: int, head_dim: int, smallest: int) -> int:
     """Columns of a program: a power of two; the accurate mode doubles it."""
-    smallest = 8 if mode == ACCURATE else 16
     largest = 32 if head_dim <= 128 else 16
     return min(max(triton.next_power_of_2(columns), smallest), largest)
 

@@ -1,9 +1,14 @@
-"""Shapes of the decode kernels' tiles, found by measurement (see benchmarks/kernels.py)."""
+"""How the decode kernels are cut: measured configs, and a rule for all other shapes.
+
+The table's numbers come from ``benchmarks/kernels.py --tune``.
+"""
 
 from dataclasses import dataclass
 
 import torch
 import triton
+
+from .device import Hardware, hardware
 
 
 @dataclass(frozen=True)
@@ -12,28 +17,43 @@ class DecodeConfig:
 
     tile: int
     """Tokens at a time."""
-    num_warps: int
     num_stages: int
+    """Tiles in shared memory at a time."""
     programs_per_sm: int
+    num_warps: int = 4
 
 
-GENERIC = DecodeConfig(tile=64, num_warps=4, num_stages=3, programs_per_sm=2)
-INTERPRETED = DecodeConfig(tile=32, num_warps=4, num_stages=1, programs_per_sm=2)
+INTERPRETED = DecodeConfig(tile=32, num_stages=1, programs_per_sm=2)
 
-# (arch, larger head size rounded up to a power of two, bytes an entry) -> config
-TABLE = {
-    (90, 64, 1): DecodeConfig(tile=128, num_warps=4, num_stages=3, programs_per_sm=2),
-    (90, 128, 1): DecodeConfig(tile=128, num_warps=4, num_stages=3, programs_per_sm=2),
-}
+# (arch, larger head size rounded up to a power of two, bytes an entry, page size up to 128)
+TABLE: dict[tuple[int, int, int, int], DecodeConfig] = {}
+
+# Shared memory a program may take, so that two run on a multiprocessor: 227 KiB on SM 90 and 100,
+# 163 on 80, 99 on the small chips.
+_SHARED_KIB = {80: 80, 87: 80, 90: 112, 100: 112, 103: 112}
+_SHARED_KIB_OTHER = 48
 
 
-def decode_config(k_pages: torch.Tensor, v_pages: torch.Tensor, num_q_heads: int,
-                  max_seqlen_q: int) -> DecodeConfig:
-    """The measured config for these shapes, or the generic one."""
-    from .device import hardware
-
-    arch = hardware(k_pages.device).arch
-    if arch == 0:
+def decode_config(k_pages: torch.Tensor, v_pages: torch.Tensor) -> DecodeConfig:
+    """The measured config for these pages, or what the rule gives."""
+    machine = hardware(k_pages.device)
+    if machine.interpreted:
         return INTERPRETED
-    head_dim = triton.next_power_of_2(max(k_pages.shape[3], v_pages.shape[3]))
-    return TABLE.get((arch, head_dim, k_pages.element_size()), GENERIC)
+    page_size = min(k_pages.shape[2], 128)
+    head_dims = [triton.next_power_of_2(pages.shape[3]) for pages in (k_pages, v_pages)]
+    entry = k_pages.element_size()
+    measured = TABLE.get((machine.arch, max(head_dims), entry, page_size))
+    return measured or rule(machine, sum(head_dims) * entry, page_size)
+
+
+def rule(machine: Hardware, token_bytes: int, page_size: int) -> DecodeConfig:
+    """A tile within a page of at most 32 KiB, and as many stages, up to 3, as memory holds."""
+    tile = 128 if page_size >= 128 and 128 * token_bytes <= 32 << 10 else 64
+    shared = _SHARED_KIB.get(machine.arch, _SHARED_KIB_OTHER) << 10
+    if tile * token_bytes * 2 > shared and machine.arch != 90:
+        tile = 32  # Hopper's instruction has no fewer than 64 rows
+    stages = max(2, min(3, shared // (tile * token_bytes)))
+    programs = 1 if stages * tile * token_bytes > shared else 2
+    if stages * tile * token_bytes * 2 <= shared:
+        programs = 3
+    return DecodeConfig(tile, stages, programs)

@@ -1,0 +1,328 @@
+"""Decode for Hopper with explicit layouts, in Gluon: the kernel of decode.py, step for step.
+
+What it adds is control that plain Triton does not give:
+
+1. V's groups are copied with a warp's threads along head_dim, 16 bytes each: 512 consecutive bytes
+   of memory, which land in the swizzled shared memory that the matrix instruction reads, without
+   bank conflicts. (Triton puts threads along tokens, or takes V through registers.)
+2. The copies of a later tile are issued right after the instruction that multiplies K, so that
+   they run under the softmax.
+3. Dead tokens of V are zeroed in shared memory, in the rare tiles that have some, so one pipelined
+   loop covers all tiles.
+
+Gluon's interface changes between releases of Triton: :func:`is_supported` says where this kernel
+was tested. Everywhere else decode.py's kernel runs.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .device import Hardware
+
+TESTED = ((3, 6), (3, 9))
+"""First and last release of Triton the kernel was tested with."""
+
+ACCURATE = gl.constexpr(0)
+FP8 = gl.constexpr(1)
+WIDE = gl.constexpr(2)
+LOW = gl.constexpr(-1.0e30)
+Q_LO = gl.constexpr(16.0)
+P_LO = gl.constexpr(32.0)
+
+# Renamed in Triton 3.9.
+_copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
+
+
+def is_supported(machine: Hardware, head_dims: tuple[int, int], tile: int) -> bool:
+    """Whether the kernel runs on this device with this Triton and these (padded) shapes."""
+    version = tuple(int(x) for x in triton.__version__.split(".")[:2])
+    return (machine.arch == 90 and TESTED[0] <= version <= TESTED[1]
+            and min(head_dims) >= 64 and tile >= 64)
+
+
+@gluon.jit
+def _pages(table, tile, j, live, TILE: gl.constexpr, PAGE: gl.constexpr):
+    """The page of a tile, or of each of the tokens j of a tile that spans pages."""
+    if PAGE >= TILE:
+        return gl.load(table + tile // (PAGE // TILE))
+    else:
+        return gl.load(table + tile * (TILE // PAGE) + j // PAGE, mask=live, other=0)
+
+
+@gluon.jit
+def _copy_tile(k_smem, v_smem, k_ptr, v_ptr, table, tile, head, begin, length, there,
+               HEADS: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, DK_PAD: gl.constexpr,
+               DV_PAD: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr,
+               K_COPY: gl.constexpr, V_COPY: gl.constexpr, page):
+    """Start copying tile ``tile`` if it is ``there``; ``page`` is its page if it lies in one."""
+    row = gl.arange(0, TILE, layout=gl.SliceLayout(1, K_COPY))
+    dk = gl.arange(0, DK_PAD, layout=gl.SliceLayout(0, K_COPY))
+    dv = gl.arange(0, DV_PAD, layout=gl.SliceLayout(1, V_COPY))
+    j = gl.arange(0, TILE, layout=gl.SliceLayout(0, V_COPY))
+    # K in the order of V's positions; see layout.py.
+    token = row // 16 * 16 + row // 2 % 2 * 8 + row % 16 // 4 * 2 + row % 2
+    if PAGE >= TILE:
+        at = page.to(gl.int64) * HEADS + head
+        first = tile % (PAGE // TILE) * TILE
+        k_at = k_ptr + (at * PAGE + first) * DK
+        v_at = v_ptr + (at * PAGE + first) * DV
+        k_offset = (token * DK)[:, None] + dk[None, :]
+        v_offset = (j // 16 * (DV * 16) + j % 16)[None, :] + (dv * 16)[:, None]
+        k_at += k_offset
+        v_at += v_offset
+    else:
+        live = (tile * TILE + row // 16 * 16 < length) & (tile * TILE + row // 16 * 16 + 16 > begin)
+        k_page = _pages(table, tile, row // 16 * 16, live & there, TILE, PAGE)
+        live = (tile * TILE + j // 16 * 16 < length) & (tile * TILE + j // 16 * 16 + 16 > begin)
+        v_page = _pages(table, tile, j // 16 * 16, live & there, TILE, PAGE)
+        k_row = (k_page.to(gl.int64) * HEADS + head) * (PAGE * DK) + token % PAGE * DK
+        v_group = (v_page.to(gl.int64) * HEADS + head) * (PAGE * DV)
+        v_group = gl.max_constancy(gl.multiple_of(v_group, [16]), [16])
+        v_group += (j // 16 - j // PAGE * (PAGE // 16)) * (DV * 16) + j % 16
+        k_at = k_ptr + k_row[:, None] + dk[None, :]
+        v_at = v_ptr + v_group[None, :] + (dv * 16)[:, None]
+    _copy(k_smem, k_at, mask=(dk < DK)[None, :] & there)
+    _copy(v_smem, v_at, mask=(dv < DV)[:, None] & there)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _halves(x, LAYOUT: gl.constexpr):
+    """`[M, 2N]` as its left and right halves, a renaming of registers."""
+    left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    return (gl.convert_layout(left, LAYOUT, assert_trivial=True),
+            gl.convert_layout(right, LAYOUT, assert_trivial=True))
+
+
+@gluon.jit
+def _both(left, right):
+    """`[M, N]` twice as `[M, 2N]`."""
+    x = gl.join(left, right).permute((0, 2, 1))
+    return x.reshape([left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit(do_not_specialize=["window", "table_stride"])
+def _decode_hopper_kernel(
+        q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_ptr, count_ptr,
+        table_ptr, lens_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr, sinks_ptr,
+        score_scale, cap, window, q_stride, q_head_stride, out_stride, out_head_stride,
+        table_stride, k_scale_stride, v_scale_stride, q_scale_stride,
+        HEADS: gl.constexpr, GROUP: gl.constexpr, MAX_NEW: gl.constexpr, COLUMNS: gl.constexpr,
+        DK: gl.constexpr, DV: gl.constexpr, DK_PAD: gl.constexpr, DV_PAD: gl.constexpr,
+        PAGE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
+        FORMAT: gl.constexpr, DOT: gl.constexpr, Q_FP8: gl.constexpr, QUANTIZE: gl.constexpr,
+        K_SCALE: gl.constexpr, V_SCALE: gl.constexpr, Q_SCALE: gl.constexpr,
+        SOFTCAP: gl.constexpr, SINKS: gl.constexpr, WINDOW: gl.constexpr, CAST: gl.constexpr,
+        PDL: gl.constexpr):
+    gl.static_assert(CAST and not QUANTIZE)
+    PAGES: gl.constexpr = k_ptr.dtype.element_ty
+    BYTES: gl.constexpr = 1 if FORMAT != 0 else 2
+    OPERAND: gl.constexpr = DOT if FORMAT == 0 else gl.float8e4nv
+    VECTOR: gl.constexpr = 16 // BYTES
+    OFFSET: gl.constexpr = 0.0 if MODE == WIDE else 8.0
+    WIDTH: gl.constexpr = 2 * COLUMNS if MODE == ACCURATE else COLUMNS
+    K_DEPTH: gl.constexpr = 32 // BYTES
+    ROW: gl.constexpr = DK_PAD // VECTOR
+    ROW_THREADS: gl.constexpr = ROW if ROW < 32 else 32
+    K_COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ROW_THREADS, ROW_THREADS], [4, 1],
+                                            [1, 0])
+    V_COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // BYTES, BYTES], [4, 1], [1, 0])
+    K_SWIZZLE: gl.constexpr = DK_PAD * BYTES if DK_PAD * BYTES < 128 else 128
+    V_SWIZZLE: gl.constexpr = TILE * BYTES if TILE * BYTES < 128 else 128
+    K_SHARED: gl.constexpr = gl.NVMMASharedLayout(K_SWIZZLE, BYTES * 8, 2)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout(V_SWIZZLE, BYTES * 8, 2)
+    P_SHARED: gl.constexpr = gl.NVMMASharedLayout(V_SWIZZLE, BYTES * 8, 2, transposed=True)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, K_DEPTH])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, K_DEPTH])
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
+                                  dtype=gl.int32, is_pure=False, pack=1)
+
+    k_smem = gl.allocate_shared_memory(PAGES, [STAGES, TILE, DK_PAD], K_SHARED)
+    v_smem = gl.allocate_shared_memory(PAGES, [STAGES, DV_PAD, TILE], V_SHARED)
+    q_smem = gl.allocate_shared_memory(OPERAND, [WIDTH, DK_PAD], K_SHARED)
+    p_smem = gl.allocate_shared_memory(OPERAND, [TILE, WIDTH], P_SHARED)
+
+    column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, HALF))
+    q_column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, K_COPY))
+    dk = gl.arange(0, DK_PAD, layout=gl.SliceLayout(0, K_COPY))
+    row = gl.arange(0, TILE, layout=gl.SliceLayout(1, HALF))
+    token = row // 16 * 16 + row // 2 % 2 * 8 + row % 16 // 4 * 2 + row % 2
+    dv = gl.arange(0, DV_PAD, layout=gl.SliceLayout(1, HALF))
+    j = gl.arange(0, TILE, layout=gl.SliceLayout(0, V_COPY))
+    v_token = j // 16 * 16 + j // 2 % 2 * 8 + j % 16 // 4 * 2 + j % 2
+
+    entry = gl.program_id(0)
+    if entry >= gl.load(count_ptr):
+        entry = -1
+    while entry >= 0:
+        fields = entries_ptr + entry * 8
+        sequence = gl.load(fields)
+        head = gl.load(fields + 1)
+        first = gl.load(fields + 2)
+        end = gl.load(fields + 3)
+        slot = gl.load(fields + 4)
+        entry = gl.load(fields + 5)
+        length = gl.load(lens_ptr + sequence)
+        start = gl.load(starts_ptr + sequence)
+        new = gl.load(starts_ptr + sequence + 1) - start
+        table = table_ptr + sequence.to(gl.int64) * table_stride
+        begin = 0
+        unwindowed = 0
+        if WINDOW:
+            begin = gl.maximum(length - new - window + 1, 0)
+            unwindowed = length - window
+        last = gl.maximum(end - 1, 0)
+        page = 0
+        if PAGE >= TILE:
+            page = gl.load(table + gl.minimum(first, last) // (PAGE // TILE))
+        if PDL:
+            gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32,
+                                      is_pure=False, pack=1)
+
+        for i in gl.static_range(STAGES - 1):
+            _copy_tile(k_smem.index(i), v_smem.index(i), k_ptr, v_ptr, table, first + i, head,
+                       begin, length, first + i < end, HEADS, DK, DV, DK_PAD, DV_PAD, PAGE, TILE,
+                       K_COPY, V_COPY, page)
+            if PAGE >= TILE:
+                page = gl.load(table + gl.minimum(first + i + 1, last) // (PAGE // TILE))
+
+        scale = score_scale
+        if K_SCALE:
+            scale = scale * gl.load(k_scale_ptr + head * k_scale_stride)
+        q_scale = 1.0
+        if Q_SCALE:
+            q_scale = gl.load(q_scale_ptr + head * q_scale_stride)
+        at = (start + q_column // GROUP).to(gl.int64) * q_stride
+        at += (head * GROUP + q_column % GROUP) * q_head_stride
+        q = gl.load(q_ptr + at[:, None] + dk[None, :],
+                    mask=(q_column < GROUP * new)[:, None] & (dk < DK)[None, :], other=0.0)
+        if MODE == ACCURATE:
+            if Q_FP8:
+                scales = gl.full([COLUMNS], 0.0, gl.float32, gl.SliceLayout(0, HALF))
+                scales += scale * q_scale
+                q_smem.slice(0, COLUMNS).store(q)
+                q_smem.slice(COLUMNS, COLUMNS).store((q.to(gl.float32) * 0.0).to(gl.float8e4nv))
+            else:
+                x = q.to(gl.float32)
+                largest = gl.maximum(gl.max(gl.abs(x), 1), 1e-20)
+                x = x * (448.0 / largest)[:, None]
+                hi = x.to(gl.float8e4nv)
+                q_smem.slice(0, COLUMNS).store(hi)
+                q_smem.slice(COLUMNS, COLUMNS).store(
+                    ((x - hi.to(gl.float32)) * Q_LO).to(gl.float8e4nv))
+                scales = gl.convert_layout(scale * (largest / 448.0), gl.SliceLayout(0, HALF))
+        else:
+            scales = gl.full([COLUMNS], 0.0, gl.float32, gl.SliceLayout(0, HALF))
+            scales += scale * q_scale
+            if MODE == FP8:
+                if Q_FP8:
+                    q_smem.store(q)
+                else:
+                    x = q.to(gl.float32) / q_scale
+                    x = gl.minimum(gl.maximum(x, -448.0), 448.0)
+                    q_smem.store(x.to(gl.float8e4nv))
+            else:
+                x = q.to(gl.float32)
+                if DOT == gl.float16:  # wider numbers must fit float16
+                    largest = gl.maximum(gl.max(gl.abs(x), 1), 1e-20)
+                    x = x / largest[:, None]
+                    scales *= gl.convert_layout(largest, gl.SliceLayout(0, HALF))
+                q_smem.store(x.to(DOT))
+        fence_async_shared()
+
+        maximum = gl.full([COLUMNS], LOW, gl.float32, gl.SliceLayout(0, HALF))
+        total = gl.zeros([TILE, COLUMNS], gl.float32, HALF)
+        acc = gl.zeros([DV_PAD, COLUMNS], gl.float32, HALF)
+        no_scores = gl.zeros([TILE, WIDTH], gl.float32, MMA)
+        no_output = gl.zeros([DV_PAD, WIDTH], gl.float32, MMA)
+        for tile in range(first, end):
+            stage = (tile - first) % STAGES
+            async_copy.wait_group(STAGES - 2)
+            fence_async_shared()
+            if ((tile + 1) * TILE > length) | (tile * TILE < begin):
+                position = tile * TILE + v_token
+                live = (position < length) & (position >= begin)
+                v_buffer = v_smem.index(stage)
+                v = v_buffer.load(V_COPY)
+                v_buffer.store(gl.where(live[None, :], v, gl.zeros_like(v)))
+                fence_async_shared()
+            s_token = warpgroup_mma(k_smem.index(stage), q_smem.permute((1, 0)), no_scores,
+                                    use_acc=False, is_async=True)
+            # The buffers copied into were read by the tile before, whose instructions have ended.
+            ahead = tile + STAGES - 1
+            _copy_tile(k_smem.index((ahead - first) % STAGES),
+                       v_smem.index((ahead - first) % STAGES), k_ptr, v_ptr, table, ahead, head,
+                       begin, length, ahead < end, HEADS, DK, DV, DK_PAD, DV_PAD, PAGE, TILE,
+                       K_COPY, V_COPY, page)
+            if PAGE >= TILE:
+                page = gl.load(table + gl.minimum(ahead + 1, last) // (PAGE // TILE))
+            s = warpgroup_mma_wait(0, deps=[s_token])
+            if MODE == ACCURATE:
+                s_hi, s_lo = _halves(s, HALF)
+                s = s_hi + s_lo * (1.0 / Q_LO)
+            else:
+                s = gl.convert_layout(s, HALF, assert_trivial=True)
+            s = s * scales[None, :]
+            if SOFTCAP:  # tanh; scale and cap come prepared
+                s = cap - 2.0 * cap / (1.0 + gl.exp2(s * 2.8853900817779268))
+            if ((tile + 1) * TILE > length - new + 1) | (tile * TILE < unwindowed):
+                position = tile * TILE + token
+                newest = length - new + column // GROUP
+                seen = position[:, None] <= newest[None, :]
+                if WINDOW:
+                    seen = seen & (position[:, None] > (newest - window)[None, :])
+                s = gl.where(seen, s, float("-inf"))
+            larger = gl.maximum(maximum, gl.max(s, 0))
+            fade = gl.exp2(maximum - larger)
+            p = gl.exp2(s - (larger - OFFSET)[None, :])
+            total = total * fade[None, :] + p
+            maximum = larger
+            if MODE == ACCURATE:
+                p_hi = p.to(gl.float8e4nv)
+                p_lo = ((p - p_hi.to(gl.float32)) * P_LO).to(gl.float8e4nv)
+                p_smem.store(_both(p_hi, p_lo))
+            else:
+                p_smem.store(p.to(OPERAND))
+            fence_async_shared()
+            o_token = warpgroup_mma(v_smem.index(stage), p_smem, no_output, use_acc=False,
+                                    is_async=True)
+            acc = acc * fade[None, :]
+            o = warpgroup_mma_wait(0, deps=[o_token])
+            if MODE == ACCURATE:
+                o_hi, o_lo = _halves(o, HALF)
+                acc += o_hi + o_lo * (1.0 / P_LO)
+            else:
+                acc += gl.convert_layout(o, HALF, assert_trivial=True)
+        async_copy.wait_group(0)
+
+        total_sum = gl.sum(total, 0)
+        v_scale = 1.0
+        if V_SCALE:
+            v_scale = gl.load(v_scale_ptr + head * v_scale_stride)
+        live_column = column < GROUP * new
+        mask = live_column[None, :] & (dv < DV)[:, None]
+        if slot < 0:
+            if SINKS:
+                sink = gl.load(sinks_ptr + head * GROUP + column % GROUP, mask=live_column,
+                               other=0.0)
+                total_sum += gl.exp2(sink.to(gl.float32) * 1.4426950408889634 - maximum + OFFSET)
+            inverse = gl.where(total_sum > 0, v_scale / total_sum, 0.0)
+            to = (start + column // GROUP).to(gl.int64) * out_stride
+            to += (head * GROUP + column % GROUP) * out_head_stride
+            gl.store(out_ptr + to[None, :] + dv[:, None],
+                     (acc * inverse[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            inverse = gl.where(total_sum > 0, v_scale / total_sum, 0.0)
+            lse = gl.where(total_sum > 0, maximum + gl.log2(total_sum) - OFFSET, LOW)
+            to = slot.to(gl.int64) * (GROUP * MAX_NEW) + column
+            gl.store(partial_ptr + to[None, :] * DV + dv[:, None], acc * inverse[None, :],
+                     mask=mask)
+            gl.store(lse_ptr + to, lse, mask=live_column)

@@ -1,0 +1,189 @@
+"""What only a GPU can show: real sizes, CUDA graphs, large pools, long sums, repeatability."""
+
+import fp8_paged_attention as fpa
+import pytest
+import torch
+from kernel_cases import DEVICE, ERROR, Case, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True, params=["plain", "gluon"])
+def decode_kernel(request, monkeypatch):
+    from fp8_paged_attention import triton_backend
+    monkeypatch.setattr(triton_backend, "USE_GLUON", request.param == "gluon")
+    return request.param
+
+
+def random_layer(seq_lens, heads=(32, 8), dims=(128, 128), page_size=128, dtype=torch.uint8,
+                 num_new=1, query_dtype=torch.bfloat16, seed=0):
+    """A batch with random pages made on the device."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    (num_q_heads, num_kv_heads), (dk, dv) = heads, dims
+    batch, table = len(seq_lens), -(-max(seq_lens) // page_size)
+    pages = fpa.allocate(batch * table, num_kv_heads, page_size, dk, dv, dtype, "cuda")
+    scales = {}
+    for x, std in zip(pages, (80.0, 59.0), strict=True):
+        for part in x.split(max(1, len(x) // 64)):
+            values = torch.randn(part.shape, device="cuda", generator=generator)
+            if dtype == torch.uint8:
+                part.copy_(fpa.quantize((values * std).unflatten(-1, (1, -1)), None).flatten(-2))
+            else:
+                part.copy_(values)
+    if dtype == torch.uint8:
+        spread = torch.linspace(1, 2, num_kv_heads, device="cuda")
+        scales = {"k_scale": 0.0125 * spread, "v_scale": 0.017 * spread.flip(0)}
+    order = torch.randperm(batch * table, device="cuda", generator=generator)
+    query = 2 * torch.randn(batch * num_new, num_q_heads, dk, device="cuda", generator=generator)
+    starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * num_new
+    return {"query": query.to(query_dtype), "k_pages": pages[0], "v_pages": pages[1],
+            "block_table": order.int().view(batch, table), "cu_seqlens_q": starts,
+            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
+            "max_seqlen_q": num_new, **scales}
+
+
+def attend(layer, **options):
+    query, dv = layer["query"], layer["v_pages"].shape[3]
+    poisoned = torch.full((*query.shape[:2], dv), float("nan"), dtype=query.dtype, device="cuda")
+    return fpa.attend(**{**layer, "out": poisoned, **options})
+
+
+def exact(layer, seq=0):
+    """One sequence's decode output in float64."""
+    page_size = layer["k_pages"].shape[2]
+    n = int(layer["seq_lens"][seq])
+    pages = layer["block_table"][seq, :-(-n // page_size)].long()
+    k, v = fpa.to_nhd(layer["k_pages"][pages], layer["v_pages"][pages])
+    if k.dtype == torch.uint8:
+        k, v = (fpa.dequantize(x, s, dtype=torch.float64)
+                for x, s in ((k, layer["k_scale"]), (v, layer["v_scale"])))
+    k, v = (x.flatten(0, 1)[:n].double().transpose(0, 1) for x in (k, v))  # [Hkv, n, D]
+    q = layer["query"][seq].double().unflatten(0, (k.shape[0], -1))
+    scores = q @ k.transpose(1, 2) * layer["query"].shape[-1] ** -0.5
+    return (scores.softmax(-1) @ v).flatten(0, 1)
+
+
+@pytest.mark.parametrize(("heads", "dims"), [
+    *[((32, 8), (dim, dim)) for dim in (64, 80, 96, 112, 128, 256)], ((16, 16), (192, 128)),
+    *[(heads, (128, 128)) for heads in ((64, 8), (16, 1), (9, 3), (8, 8), (64, 1))],
+], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
+def test_shapes(heads, dims, dtype):
+    query_dtype = torch.bfloat16 if dtype == torch.uint8 else dtype
+    layer = random_layer([700, 1, 129], heads, dims, 64, dtype, query_dtype=query_dtype)
+    out = attend(layer)
+    for seq in range(3):
+        assert relative_error(out[seq], exact(layer, seq)) < ERROR["accurate"]
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("around", [128, 4096])
+def test_c14_lengths_around_every_boundary(around, page_size):
+    lengths = [around + d for d in (-65, -64, -63, -17, -16, -15, -1, 0, 1, 15, 16, 17, 63, 64)]
+    layer = random_layer(lengths, page_size=page_size)
+    out = attend(layer)
+    errors = [relative_error(out[i], exact(layer, i)) for i in range(len(lengths))]
+    assert max(errors) < ERROR["accurate"] and max(errors) < 2 * min(errors)
+
+
+@pytest.mark.parametrize("length", [1_000, 131_072, 1_000_000])
+def test_error_does_not_grow_with_length(length):
+    layer = random_layer([length], heads=(4, 1))
+    error = relative_error(attend(layer), exact(layer))
+    assert error < ERROR["accurate"]
+
+
+def test_fp8_arithmetic():
+    layer = random_layer([4096, 1000, 8192])
+    codes = fpa.quantize(layer["query"], torch.tensor([1 / 32], device="cuda"))
+    layer["query"] = codes.view(fpa.E4M3.dtype)
+    layer["q_scale"] = torch.full((8,), 1 / 32, device="cuda")
+    out = attend(layer, arithmetic="fp8", out=torch.empty(3, 32, 128, device="cuda"))
+    values = {**layer, "query": codes.view(fpa.E4M3.dtype).float() / 32}
+    for seq in range(3):
+        assert relative_error(out[seq], exact(values, seq)) < ERROR["fp8"]
+
+
+def test_pool_of_more_than_2_to_the_31_entries():
+    layer = random_layer([300_000] * 8, heads=(8, 8))  # 2.5e9 bytes of K
+    assert layer["k_pages"].numel() > 2**31
+    out = attend(layer)
+    assert relative_error(out[7], exact(layer, 7)) < ERROR["accurate"]
+    key = torch.randn(1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    last = layer["k_pages"].shape[0] * 128 - 1
+    for tokens in (1, 2000):
+        slots = torch.full((tokens,), -1, device="cuda", dtype=torch.int64)
+        slots[-1] = last
+        layer["k_pages"][-1].zero_()
+        fpa.store(key.expand(tokens, -1, -1), key.expand(tokens, -1, -1), layer["k_pages"],
+                  layer["v_pages"], slots)
+        assert torch.equal(layer["k_pages"][-1, :, -1], fpa.quantize(key, None)[0])
+
+
+def test_a_cuda_graph_follows_changing_lengths():
+    for batch, longest in ((4, 3000), (64, 700)):  # planned flat, and longest first
+        layer = random_layer([longest] * batch)
+        plan = fpa.DecodePlan(layer["k_pages"], layer["v_pages"], num_q_heads=32,
+                              max_num_seqs=batch)
+        out = torch.empty_like(layer["query"])
+        lens = layer["seq_lens"]
+
+        def step(plan=plan, layer=layer, out=out, lens=lens):
+            plan.update(lens)
+            fpa.attend(**{**layer, "out": out, "plan": plan})
+
+        step()
+        torch.cuda.synchronize()
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+        for lengths in ([longest] * batch, [1] * batch, [0, longest] * (batch // 2),
+                        [(i * 37) % longest + 1 for i in range(batch)]):
+            lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, attend(layer))
+            for seq in (0, 1, batch - 1):
+                if lengths[seq]:
+                    assert relative_error(out[seq], exact(layer, seq)) < ERROR["accurate"]
+                else:
+                    assert not out[seq].any()
+
+
+@pytest.mark.parametrize("seq_lens", [[1, 127, 128, 129, 4001], [700] * 40], ids=["flat", "many"])
+def test_same_bits_every_time(seq_lens):
+    layer = random_layer(seq_lens)
+    first = attend(layer)
+    for _ in range(50):
+        assert torch.equal(attend(layer), first)
+
+
+def test_the_two_decode_kernels_agree(monkeypatch, decode_kernel):
+    if decode_kernel == "plain":
+        return
+    from fp8_paged_attention import triton_backend
+    layer = random_layer([4001, 17, 640])
+    gluon = attend(layer)
+    monkeypatch.setattr(triton_backend, "USE_GLUON", False)
+    assert relative_error(gluon, attend(layer)) < ERROR["accurate"]
+
+
+def test_speculative_decoding():
+    lengths, new = [1000, 64, 5, 4096], 4
+    layer = random_layer(lengths, num_new=new)
+    out = attend(layer, sliding_window=300)
+    expected = fpa.attend(**{**layer, "sliding_window": 300, "backend": "torch"})
+    assert relative_error(out, expected.double()) < 2 * ERROR["accurate"]
+
+
+@pytest.mark.parametrize("new", [100, 700])
+def test_prefill_on_cached_context(new):
+    case = Case([1500, new], [new, new], heads=(8, 2), dims=(128, 128), page_size=64,
+                query_dtype=torch.bfloat16, device="cuda")
+    torch_out = case.attend(backend="torch", query=case.tensors["query"].float())
+    assert relative_error(case.attend(), torch_out) < ERROR["accurate"]
