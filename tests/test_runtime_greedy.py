@@ -28,7 +28,8 @@ UNTIED = {"tie_word_embeddings": False}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "deepseek_v3": {},
-    "gemma2": UNTIED,
+    # A softcap that bends the scores, and a scaling that is not the usual one.
+    "gemma2": UNTIED | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 24},
     "gemma3_text": UNTIED,
     "gemma3n_text": UNTIED,
     "gemma4_text": UNTIED,
