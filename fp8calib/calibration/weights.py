@@ -58,4 +58,5 @@ def quantize_weights(
     for file in [*companions(source), Path("README.md")]:
         if (source / file).is_file():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).unlink(missing_ok=True)
             copy_file(source / file, folder / file)
