@@ -8,9 +8,7 @@ import typer
 
 Model = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL", help="A folder, a Hugging Face Hub id, or demo:smollm2-135m-instruct."
-    ),
+    typer.Argument(help="A folder, a Hugging Face Hub id, or demo:smollm2-135m-instruct."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 SkipLayers = Annotated[
