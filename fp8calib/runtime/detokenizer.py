@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any
 
 _CONTEXT = 8  # tokens of the prompt: what a tokenizer writes for a token can depend on those before
@@ -17,28 +18,31 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window = list(prompt_token_ids[-_CONTEXT:])  # tokens that are still decoded again
         self._settled = len(self._window)  # of these, how many are done with
-        # Characters of the window that were given out; an unfinished one of the prompt was not.
-        self._given = len(_certain(self._decode(self._window)))
+        self._given = self._decode(self._window)  # what of their text was given out
 
     def add(self, token_id: int) -> str:
         """The text that has become certain with one more token; often a word, maybe nothing."""
         self._window.append(token_id)
         text = self._decode(self._window)
         certain = _certain(text)
-        new = certain[self._given :]
-        self._given = max(self._given, len(certain))
+        new = self._take(certain)
         if new and certain == text:
             # Start over behind what was settled before: the last piece remains as context.
             self._window = self._window[self._settled :]
             self._settled = len(self._window)
-            self._given = len(self._decode(self._window))
+            self._given = self._decode(self._window)
         return new
 
     def finish(self) -> str:
         """What was held back, at the end of the sequence."""
-        text = self._decode(self._window)
-        new = text[self._given :]
-        self._given = max(self._given, len(text))
+        return self._take(self._decode(self._window))
+
+    def _take(self, text: str) -> str:
+        """What `text` has beyond that which was given out. The two part where a prompt ended in
+        the middle of a character, which then is given out whole."""
+        new = text[len(commonprefix([self._given, text])) :]
+        if new:
+            self._given = text
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
