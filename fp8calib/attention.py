@@ -164,7 +164,9 @@ def probe(model: PreTrainedModel) -> list[LayerSpec]:
         **kwargs: Any,
     ) -> torch.Tensor:
         name, index = names[id(module)], getattr(module, "layer_idx", None)
-        if problem := _unreadable(index, module, specs, kwargs):
+        problem = _unreadable(index, module, specs, attention_mask, kwargs)
+        problem = problem or _computes_differently(module, query, key, value, kwargs)
+        if problem:
             raise ModelError(
                 f"attention layer {name} ({type(module).__name__}) {problem}: not supported"
             )
@@ -184,11 +186,7 @@ def probe(model: PreTrainedModel) -> list[LayerSpec]:
         keys[index] = key
         return plain_attention(module, query, key, value, attention_mask, **kwargs)
 
-    decoder = decoder_of(model)
-    tokens = torch.tensor([[1, 2]], device=model.device)
-    with handle_attention(model, record):
-        cache = decoder(input_ids=tokens, use_cache=True).past_key_values
-    owners = _cache_owners(cache, model)
+    owners = _cache_owners(_two_tokens(model, record), model)
     if unseen := sorted(owners - specs.keys()):
         raise ModelError(
             f"{type(model).__name__}: attention layers {_named(unseen, model)} keep a KV cache but "
@@ -207,13 +205,35 @@ def probe(model: PreTrainedModel) -> list[LayerSpec]:
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     """The part of `model` that ends before the language-model head."""
     decoder = getattr(model, model.base_model_prefix, None)
-    return decoder if isinstance(decoder, torch.nn.Module) else model
+    return decoder if isinstance(decoder, torch.nn.Module) else model.get_decoder()
+
+
+def _two_tokens(model: PreTrainedModel, handler: Handler) -> Any:
+    """The cache that a forward pass over two tokens leaves behind."""
+    name = type(model).__name__
+    tokens = torch.tensor([[1, 2]], device=model.device)
+    with handle_attention(model, handler):
+        try:
+            output = decoder_of(model)(input_ids=tokens, use_cache=True)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as problem:
+            first = " ".join(str(problem).split())[:200]
+            raise ModelError(f"{name}: a forward pass over two tokens fails: {first}") from problem
+    cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        raise ModelError(f"{name} has no attention layer with a KV cache")
+    return cache
 
 
 def _unreadable(
-    index: int | None, module: torch.nn.Module, seen: dict[int, LayerSpec], kwargs: dict[str, Any]
+    index: int | None,
+    module: torch.nn.Module,
+    seen: dict[int, LayerSpec],
+    attention_mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
 ) -> str | None:
     """Why this layer's values would be misread, or None."""
+    if attention_mask is not None and attention_mask.is_floating_point():
+        return "makes an attention mask of its own"  # those that we register are boolean
     if index is None:
         return "does not know its layer index"
     if index in seen:
@@ -223,6 +243,34 @@ def _unreadable(
     if kwargs.get("position_bias") is not None:
         return "adds a position bias to its logits"
     return None
+
+
+def _computes_differently(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Compare `plain_attention` with the eager function of the model's own code, on random values
+    of the layer's shapes: what a layer adds there would be missing from all layers after it."""
+    eager = getattr(type(module).forward, "__globals__", {}).get("eager_attention_forward")
+    if eager is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+
+    def like(x: torch.Tensor) -> torch.Tensor:
+        shape = (1, x.shape[1], 8, x.shape[3])
+        return 4 * torch.randn(shape, generator=generator).to(x.device)
+
+    q, k, v = like(query), like(key), like(value)
+    may = torch.ones(1, 1, 8, 8, dtype=torch.bool, device=q.device).tril()
+    added = torch.zeros(may.shape, device=q.device).masked_fill(~may, torch.finfo(q.dtype).min)
+    ours = plain_attention(module, q, k, v, may, **kwargs)
+    own = eager(module, q, k, v, added, **kwargs)[0]
+    if torch.allclose(ours, own.reshape(ours.shape).float(), rtol=5e-3, atol=5e-3):
+        return None
+    return "computes something else than softmax attention over its K and V"
 
 
 def _cache_owners(cache: Any, model: PreTrainedModel) -> set[int]:

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from fp8calib.console import stderr
@@ -59,8 +65,8 @@ def load_model(
     trust_remote_code: bool = False,
     config: Any = None,
 ) -> PreTrainedModel:
-    """The causal language model in `source`, in eval mode, on one device; `config` replaces the
-    one in its config.json.
+    """The causal language model in `source`, in eval mode, on one device; a vision-language model
+    as a whole. `config` replaces the one in its config.json.
 
     Raises:
         ModelError: transformers cannot load it, or it needs code of its own and may not run it.
@@ -70,9 +76,11 @@ def load_model(
     if not stderr.is_terminal:
         logging.disable_progress_bar()
     placed = {"device_map": {"": where}} if where.type == "cuda" else {}
-    if config is not None:
-        placed["config"] = config
-    model = _load(AutoModelForCausalLM, source, trust_remote_code, dtype=kind, **placed)
+    config = load_config(source, trust_remote_code) if config is None else config
+    loader: Any = AutoModelForCausalLM
+    if type(config) not in loader._model_mapping and not hasattr(config, "auto_map"):
+        loader = AutoModelForMultimodalLM
+    model = _load(loader, source, trust_remote_code, dtype=kind, config=config, **placed)
     compressor = getattr(getattr(model, "hf_quantizer", None), "compressor", None)
     if compressor is not None:
         # compressed-tensors would do it at the first forward pass of the whole model, and

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from fp8calib import __version__, console
+from fp8calib.architectures import check_architecture
 from fp8calib.calibration.report import KindReport, describe, kind_reports
 from fp8calib.calibration.statistics import Ranges
 from fp8calib.checkpoint import check_output, check_source, serve_command, write_checkpoint
-from fp8calib.checkpoint.folder import scratch
+from fp8calib.checkpoint.folder import check_room, scratch
 from fp8calib.data import TokenData, default_dataset, load_data
 from fp8calib.errors import DataError, ModelError
 from fp8calib.layers import LayerSpec, resolve_skip_layers
@@ -105,7 +106,10 @@ def calibrate(
     target = Path(output) if output is not None else default_output(model, asked.strategy)
     source = resolve_model(model)
     check_output(target, overwrite, source)
-    check_source(source)
+    checkpoint = check_source(source)
+    check_architecture(checkpoint.config)
+    if not link:
+        check_room(target, checkpoint.weight_files)
     data = _load_data(model, source, asked, trust_remote_code)
     recipe = recipe.with_options(dataset=data.source, split=data.split)
     console.info(f"recipe:\n{recipe.to_yaml().rstrip()}")

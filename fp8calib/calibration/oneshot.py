@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from llmcompressor import oneshot
 from llmcompressor.core import LifecycleCallbacks, active_session, create_session
@@ -80,7 +81,7 @@ def run_oneshot(
     modifier._on_batch = on_batch
     rows: Any = list(batches)
     loader: DataLoader = DataLoader(rows, batch_size=1, collate_fn=list, shuffle=False)
-    with as_it_was(model), create_session():
+    with as_it_was(model), _untouched(), create_session():
         oneshot(
             model=model,
             processor=tokenizer,
@@ -90,6 +91,19 @@ def run_oneshot(
             moe_calibrate_all_experts=False,
         )
     return modifier.collector
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    """Keep oneshot from preparing the model for the quantization of weights: it would copy fused
+    experts apart, and round ``1 + w`` of Gemma's and Qwen3-Next's norms to bfloat16, which changes
+    K and V."""
+    where = "llmcompressor.entrypoints.oneshot"
+    with (
+        patch(f"{where}.get_non_linearized_moes", lambda model: []),
+        patch(f"{where}.norm_calibration_context", lambda model: nullcontext()),
+    ):
+        yield
 
 
 @contextmanager

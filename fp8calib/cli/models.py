@@ -1,7 +1,8 @@
-"""`fp8calib models`: what is embedded, and the folder of any model."""
+"""`fp8calib models`: which architectures are calibrated, what is embedded, any model's folder."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -24,8 +25,10 @@ def models(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """List the embedded models, or print the folder of one model with --path."""
+    """List the architectures that can be calibrated and the embedded models, or print the folder
+    of one model with --path."""
     from fp8calib import console, demo_model
+    from fp8calib.architectures import ARCHITECTURES
     from fp8calib.models import resolve_model
 
     if path is not None:
@@ -45,8 +48,22 @@ def models(
             "cached": cached,
             "path": str(folder),
         }
-        console.print_json({"embedded": [entry]})
+        architectures = [asdict(entry) for entry in ARCHITECTURES]
+        console.print_json({"embedded": [entry], "architectures": architectures})
         return
+    console.print_table(
+        "Architectures (others are tried: what cannot be observed is refused)",
+        ["model_type", "models", "calibrated", "remarks"],
+        [
+            [
+                entry.model_type,
+                entry.title,
+                "no" if entry.refused else "tensor, attn_head",
+                entry.refused or entry.note,
+            ]
+            for entry in ARCHITECTURES
+        ],
+    )
     console.print_table(
         "Embedded models",
         ["name", "model", "license", "cached"],
