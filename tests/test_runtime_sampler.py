@@ -32,7 +32,8 @@ def test_random_numbers_are_splitmix64_of_seed_and_position() -> None:
     gamma, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
     seeds, positions = [0, 1, 123456789, 2**63 - 1], [0, 5, 4096, 131072]
     expected = [
-        (splitmix64((splitmix64((seed + gamma) & mask) + (pos + 1) * gamma) & mask) >> 11) * 2.0**-53
+        (splitmix64((splitmix64((seed + gamma) & mask) + (pos + 1) * gamma) & mask) >> 11)
+        * 2.0**-53
         for seed, pos in zip(seeds, positions, strict=True)
     ]
     assert uniforms(torch.tensor(seeds), torch.tensor(positions)).tolist() == expected
