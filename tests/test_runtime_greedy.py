@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from greedy import by_engine, by_transformers
+from tiny import write_composite
 
 from fp8calib.runtime.loader import LoadedModel, load
 
@@ -49,6 +50,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": {},
 }
+COMPOSITE = ["llava", "qwen2_vl"]  # their language models
 
 
 def draw_sinks(model: torch.nn.Module) -> None:
@@ -64,15 +66,24 @@ class Case:
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def case(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Case:
+@pytest.fixture(scope="module", params=[*ARCHITECTURES, *COMPOSITE])
+def case(
+    request: pytest.FixtureRequest,
+    tiny: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Case:
     """A random model whose answers vary and have no near ties, and these answers."""
     kind = request.param
-    edit = {"edit": draw_sinks} if kind == "gpt_oss" else {}
     for seed in range(8):
-        loaded = load(str(tiny(kind, seed=seed, **ARCHITECTURES[kind], **edit)))
+        if kind in COMPOSITE:
+            folder = write_composite(tmp_path_factory.mktemp(kind), kind, seed=seed)
+        else:
+            edit = {"edit": draw_sinks} if kind == "gpt_oss" else {}
+            folder = tiny(kind, seed=seed, **ARCHITECTURES[kind], **edit)
+        loaded = load(str(folder))
         expected, gaps = by_transformers(loaded, PROMPTS, NUM_TOKENS)
-        if float(torch.cat(gaps).min()) > GAP and len(set(sum(expected, []))) > 8:
+        different = {token for answer in expected for token in answer}
+        if float(torch.cat(gaps).min()) > GAP and len(different) > 8:
             return Case(loaded, expected)
     pytest.fail(f"no random {kind} has answers that prove anything")
 
