@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from fp8calib.checkpoint import open_checkpoint, write_checkpoint
 from fp8calib.layers import LayerSpec
@@ -35,11 +37,33 @@ def make_scales(layers: Sequence[LayerSpec], strategy: Strategy, query: bool = T
 
 
 def calibrated(
-    source: Path, output: Path, strategy: Strategy = "tensor", query: bool = True, **options: bool
+    source: Path,
+    output: Path,
+    strategy: Strategy = "tensor",
+    query: bool = True,
+    skip_layers: Sequence[str] = (),
+    **options: bool,
 ) -> ScaleSet:
     """Write `source` with made-up scales to `output`; returns the scales."""
     layers = open_checkpoint(source).layers
     scales = make_scales(layers, strategy, query)
     sidecar = {"model": "someone/tiny", "strategy": strategy, "observer": "absmax"}
+    if skip_layers:
+        sidecar["skip_layers"] = list(skip_layers)
     write_checkpoint(source, output, scales, sidecar, layers=layers, **options)
     return scales
+
+
+def rewritten(output: Path, rename: Callable[[str, np.ndarray], dict[str, np.ndarray]]) -> None:
+    """Replace the scales' shard of a checkpoint by `rename` of each of its tensors."""
+    shard = output / "model-00002-of-00002.safetensors"
+    tensors: dict[str, np.ndarray] = {}
+    for name, values in load_file(shard).items():
+        tensors |= rename(name, values)
+    save_file(tensors, shard, metadata={"format": "pt"})
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    weights = {
+        name: file for name, file in index["weight_map"].items() if not name.endswith("_scale")
+    }
+    index["weight_map"] = weights | dict.fromkeys(tensors, shard.name)
+    (output / "model.safetensors.index.json").write_text(json.dumps(index))

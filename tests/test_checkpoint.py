@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from made_scales import calibrated, make_scales
+from made_scales import calibrated, make_scales, rewritten
 from safetensors.numpy import load_file, save, save_file
 
 from fp8calib.checkpoint import (
@@ -740,21 +740,6 @@ def test_file_size_limit_leaves_nothing(tiny: Tiny, tmp_path: Path) -> None:
 
 
 # --- reading ---------------------------------------------------------------------------------
-
-
-def rewritten(output: Path, rename: Callable[[str, np.ndarray], dict[str, np.ndarray]]) -> None:
-    """Replace the scales' shard of a checkpoint by `rename` of each of its tensors."""
-    shard = output / "model-00002-of-00002.safetensors"
-    tensors: dict[str, np.ndarray] = {}
-    for name, values in load_file(shard).items():
-        tensors |= rename(name, values)
-    save_file(tensors, shard, metadata={"format": "pt"})
-    index = json.loads((output / "model.safetensors.index.json").read_text())
-    weights = {
-        name: file for name, file in index["weight_map"].items() if not name.endswith("_scale")
-    }
-    index["weight_map"] = weights | dict.fromkeys(tensors, shard.name)
-    (output / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (-1,), (-1, 1, 1)], ids=str)
