@@ -42,7 +42,7 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, contextlib, io\n"
         "from fp8calib.cli import main\n"
-        "for args in (['--help'], ['calibrate', '--help'], ['inspect', '--help'], ['--version']):\n"
+        "for args in (['--help'], ['calibrate', '--help'], ['run', '--help'], ['--version']):\n"
         "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
         "        main(args)\n"
         "print(sorted({'torch', 'transformers', 'llmcompressor', 'numpy'} & sys.modules.keys()))\n"
