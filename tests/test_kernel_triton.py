@@ -251,10 +251,10 @@ def test_tokens_before_the_window_may_be_gone(new):
 # --- refusals --------------------------------------------------------------------------------
 
 def test_triton_refuses_pages_it_has_no_kernel_for():
-    case = Case([5], [1], pages_dtype=torch.float32)
+    case = case_of(seq_lens=[5], new_tokens=[1], pages_dtype=torch.float32)
     with pytest.raises(ValueError, match="float32 pages are for the torch backend"):
         case.attend(backend="triton")
-    case = Case([5], [1], page_size=48)
+    case = case_of(seq_lens=[5], new_tokens=[1], page_size=48)
     with pytest.raises(ValueError, match="power of two, got 48"):
         case.attend(backend="triton")
 

@@ -74,36 +74,35 @@ def _operand(x, FORMAT: tl.constexpr, MODE: tl.constexpr, DOT: tl.constexpr, CAS
 
 @triton.jit
 def _load_query(q_ptr, column_offset, live, scale, q_scale, DK: tl.constexpr,
-                DK_PAD: tl.constexpr, MODE: tl.constexpr, Q_FP8: tl.constexpr,
+                DK_PAD: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr, Q_FP8: tl.constexpr,
                 DOT: tl.constexpr, QUANTIZE: tl.constexpr, CAST: tl.constexpr):
-    """Queries as the right operand `[DK_PAD, columns]`, and the scale of each column's scores."""
+    """Queries as the right operand `[DK_PAD, WIDTH]`, and the scale of each column's scores."""
     dk = tl.arange(0, DK_PAD)
     q = tl.load(q_ptr + column_offset[None, :] + dk[:, None],
                 mask=live[None, :] & (dk < DK)[:, None], other=0.0)
     if Q_FP8:
         q = _operand(q, 1, MODE, tl.float32, CAST)
-    if MODE == ACCURATE:
+    if MODE == ACCURATE:  # columns hold each query twice: the left half becomes hi, the right lo
+        left = tl.arange(0, WIDTH) < WIDTH // 2
         if Q_FP8:
-            hi = q
-            lo = tl.zeros_like(q)
+            x = q.to(tl.float32)
             scale = scale * q_scale + tl.zeros_like(column_offset).to(tl.float32)
         else:
             x = q.to(tl.float32)
             largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-20)
             x = x * (448.0 / largest)[None, :]
-            hi = to_e4m3(x, CAST)
-            lo = to_e4m3((x - hi.to(tl.float32)) * Q_LO, CAST)
             scale = scale * (largest / 448.0)
-        q = _both(hi, lo)
+        hi = to_e4m3(x, CAST).to(tl.float32)
+        q = to_e4m3(tl.where(left[None, :], hi, (x - hi) * Q_LO), CAST)
     else:
         scale = scale * q_scale + tl.zeros_like(column_offset).to(tl.float32)
         if MODE == FP8:
             if not Q_FP8:
-                q = to_e4m3(tl.clamp(q.to(tl.float32) / q_scale, -448.0, 448.0), CAST)
+                q = to_e4m3(tl.clamp(tl.div_rn(q.to(tl.float32), q_scale), -448.0, 448.0), CAST)
         else:
             x = q.to(tl.float32)
             if QUANTIZE and not Q_FP8:
-                x = round_e4m3(x / q_scale, CAST, tl.float32)
+                x = round_e4m3(tl.div_rn(x, q_scale), CAST, tl.float32)
             if DOT == tl.float16:  # wider numbers must fit float16
                 largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-20)
                 x = x / largest[None, :]
@@ -113,10 +112,9 @@ def _load_query(q_ptr, column_offset, live, scale, q_scale, DK: tl.constexpr,
 
 
 @triton.jit
-def _step(q, k, v, maximum, total, acc, scale, cap, seen, MASK: tl.constexpr, MODE: tl.constexpr,
-          SOFTCAP: tl.constexpr, DOT: tl.constexpr, QUANTIZE: tl.constexpr, CAST: tl.constexpr):
-    """One tile of the online softmax: k `[tile, DK]`, v `[DV, tile]`, seen `[tile, columns]`."""
-    OFFSET: tl.constexpr = 0.0 if MODE == WIDE and not QUANTIZE else 8.0
+def _probabilities(q, k, maximum, total, scale, cap, seen, MASK: tl.constexpr, MODE: tl.constexpr,
+                   SOFTCAP: tl.constexpr, OFFSET: tl.constexpr):
+    """A tile's part of the online softmax: k `[tile, DK]`, seen `[tile, columns]`."""
     s = tl.dot(k, q)
     if MODE == ACCURATE:
         hi, lo = _halves(s)
@@ -129,19 +127,24 @@ def _step(q, k, v, maximum, total, acc, scale, cap, seen, MASK: tl.constexpr, MO
     new = tl.maximum(maximum, tl.max(s, 0))
     fade = tl.exp2(maximum - new)
     p = tl.exp2(s - (new - OFFSET)[None, :])
-    total = total * fade[None, :] + p
+    return p, new, total * fade[None, :] + p, fade
+
+
+@triton.jit
+def _output(p, v, MODE: tl.constexpr, DOT: tl.constexpr, QUANTIZE: tl.constexpr,
+            CAST: tl.constexpr):
+    """V^T P^T of a tile: p `[tile, columns]`, v `[DV, tile]`."""
     if MODE == ACCURATE:
         hi = to_e4m3(p, CAST)
         lo = to_e4m3((p - hi.to(tl.float32)) * P_LO, CAST)
         o, rest = _halves(tl.dot(v, _both(hi, lo)))
-        o += rest * (1.0 / P_LO)
+        return o + rest * (1.0 / P_LO)
     elif MODE == FP8:
-        o = tl.dot(v, to_e4m3(p, CAST))
+        return tl.dot(v, to_e4m3(p, CAST))
     else:
         if QUANTIZE:
             p = round_e4m3(p, CAST, tl.float32)
-        o = tl.dot(v, p.to(DOT))
-    return new, total, acc * fade[None, :] + o
+        return tl.dot(v, p.to(DOT))
 
 
 @triton.jit
@@ -157,35 +160,62 @@ def _tile_pages(table_ptr, tile, live, UNIT: tl.constexpr, TILE: tl.constexpr,
 
 
 @triton.jit
-def _load_tile(k_ptr, v_ptr, k_pages, v_pages, tile, head, token, live_k, live_v,
-               MASK: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-               DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """K `[TILE, DK_PAD]` in the order of V's positions and V `[TILE / 16, DV_PAD, 16]`."""
+def _load_k(k_ptr, pages, tile, head, token, live, MASK: tl.constexpr, HEADS: tl.constexpr,
+            DK: tl.constexpr, DK_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """K of a tile `[TILE, DK_PAD]`, in the order of V's positions."""
     dk = tl.arange(0, DK_PAD)
+    base = (pages.to(tl.int64) * HEADS + head) * (PAGE * DK)
+    if PAGE >= TILE:
+        rows = base + (tile % (PAGE // TILE) * TILE + token) * DK
+    else:
+        rows = base + token % PAGE * DK
+    at = k_ptr + rows[:, None] + dk[None, :]
+    if MASK:
+        return tl.load(at, mask=live[:, None] & (dk < DK)[None, :], other=0.0)
+    elif DK == DK_PAD:
+        return tl.load(at, eviction_policy="evict_first")
+    else:
+        return tl.load(at, mask=(dk < DK)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_v(v_ptr, pages, tile, head, HEADS: tl.constexpr, DV: tl.constexpr,
+            DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """V of a whole tile `[DV_PAD, TILE]`: groups as they lie in memory, turned in registers."""
     dv = tl.arange(0, DV_PAD)
     group = tl.arange(0, TILE // 16)
     i = tl.arange(0, 16)
-    k_base = (k_pages.to(tl.int64) * HEADS + head) * (PAGE * DK)
-    v_base = (v_pages.to(tl.int64) * HEADS + head) * (PAGE * DV)
+    base = (pages.to(tl.int64) * HEADS + head) * (PAGE * DV)
     if PAGE >= TILE:
-        begin = tile % (PAGE // TILE) * TILE
-        k_rows = k_base + ((begin + token) * DK)
-        v_groups = v_base + ((begin // 16 + group) * (DV * 16))
+        groups = base + (tile % (PAGE // TILE) * (TILE // 16) + group) * (DV * 16)
     else:
-        k_rows = tl.max_constancy(k_base, [16]) + token % PAGE * DK
-        v_groups = v_base + group % (PAGE // 16) * (DV * 16)
-    k_at = k_ptr + k_rows[:, None] + dk[None, :]
-    v_at = v_ptr + v_groups[:, None, None] + (dv * 16)[None, :, None] + i[None, None, :]
-    if MASK:
-        k = tl.load(k_at, mask=live_k[:, None] & (dk < DK)[None, :], other=0.0)
-        v = tl.load(v_at, mask=live_v[:, None, :] & (dv < DV)[None, :, None], other=0.0)
-    elif DK == DK_PAD and DV == DV_PAD:
-        k = tl.load(k_at, eviction_policy="evict_first")
-        v = tl.load(v_at, eviction_policy="evict_first")
+        groups = base + group % (PAGE // 16) * (DV * 16)
+    at = v_ptr + groups[:, None, None] + (dv * 16)[None, :, None] + i[None, None, :]
+    if DV == DV_PAD:
+        v = tl.load(at, eviction_policy="evict_first")
     else:
-        k = tl.load(k_at, mask=(dk < DK)[None, :], other=0.0, eviction_policy="evict_first")
-        v = tl.load(v_at, mask=(dv < DV)[None, :, None], other=0.0, eviction_policy="evict_first")
-    return k, v
+        v = tl.load(at, mask=(dv < DV)[None, :, None], other=0.0, eviction_policy="evict_first")
+    return tl.reshape(tl.permute(v, [1, 0, 2]), [DV_PAD, TILE])
+
+
+@triton.jit
+def _load_live_v(v_ptr, pages, tile, head, live, HEADS: tl.constexpr, DV: tl.constexpr,
+                 DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """V of a tile with dead tokens, which become 0.
+
+    Two-dimensional from the start: Triton 3.6 turns a three-dimensional tile that comes from
+    registers wrongly (16-bit entries, four warps).
+    """
+    dv = tl.arange(0, DV_PAD)
+    position = tl.arange(0, TILE)
+    base = (pages.to(tl.int64) * HEADS + head) * (PAGE * DV)
+    if PAGE >= TILE:
+        group = tile % (PAGE // TILE) * (TILE // 16) + position // 16
+    else:
+        group = position // 16 % (PAGE // 16)
+    at = base + group * (DV * 16) + position % 16
+    return tl.load(v_ptr + at[None, :] + (dv * 16)[:, None],
+                   mask=live[None, :] & (dv < DV)[:, None], other=0.0)
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
@@ -205,12 +235,12 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
     OFFSET: tl.constexpr = 0.0 if MODE == WIDE and not QUANTIZE else 8.0
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    WIDTH: tl.constexpr = 2 * COLUMNS if MODE == ACCURATE else COLUMNS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    q_column = tl.program_id(1) * COLUMNS + tl.arange(0, WIDTH) % COLUMNS
     row = tl.arange(0, TILE)
     token = row // 16 * 16 + row // 2 % 2 * 8 + row % 16 // 4 * 2 + row % 2
     group_row = tl.arange(0, TILE // 16)
-    i = tl.arange(0, 16)
-    group_token = group_row[:, None] * 16 + (i // 2 % 2 * 8 + i // 4 * 2 + i % 2)[None, :]
     dv = tl.arange(0, DV_PAD)
 
     entry = tl.program_id(0)
@@ -248,10 +278,12 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
         q_scale = 1.0
         if Q_SCALE:
             q_scale = tl.load(q_scale_ptr + head * q_scale_stride)
-        at_query = (start + column // GROUP).to(tl.int64) * q_stride
-        at_query += (head * GROUP + column % GROUP) * q_head_stride
-        q, scales = _load_query(q_ptr, at_query, column < GROUP * new, scale, q_scale, DK,
-                                DK_PAD, MODE, Q_FP8, DOT, QUANTIZE, CAST)
+        at_query = (start + q_column // GROUP).to(tl.int64) * q_stride
+        at_query += (head * GROUP + q_column % GROUP) * q_head_stride
+        q, scales = _load_query(q_ptr, at_query, q_column < GROUP * new, scale, q_scale, DK,
+                                DK_PAD, WIDTH, MODE, Q_FP8, DOT, QUANTIZE, CAST)
+        if MODE == ACCURATE:  # both halves have the same scales
+            scales = tl.max(tl.reshape(scales, [2, COLUMNS]), 0)
         maximum = tl.full([COLUMNS], LOW, tl.float32)
         total = tl.zeros([TILE, COLUMNS], tl.float32)
         acc = tl.zeros([DV_PAD, COLUMNS], tl.float32)
@@ -262,36 +294,33 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
             after = tl.minimum(tile + 1, whole_end - 1)
             next_k = _tile_pages(table, after, row >= 0, 1, TILE, PAGE)
             next_v = _tile_pages(table, after, group_row >= 0, 16, TILE, PAGE)
-            k, v = _load_tile(k_ptr, v_ptr, k_pages, v_pages, tile, head, token, 0, 0, False,
-                              HEADS, DK, DV, DK_PAD, DV_PAD, PAGE, TILE)
-            v = tl.reshape(tl.permute(v, [1, 0, 2]), [DV_PAD, TILE])
+            k = _load_k(k_ptr, k_pages, tile, head, token, 0, False, HEADS, DK, DK_PAD, PAGE, TILE)
             k = _operand(k, FORMAT, MODE, DOT, CAST)
+            p, maximum, total, fade = _probabilities(q, k, maximum, total, scales, cap, 0, False,
+                                                     MODE, SOFTCAP, OFFSET)
+            v = _load_v(v_ptr, v_pages, tile, head, HEADS, DV, DV_PAD, PAGE, TILE)
             v = _operand(v, FORMAT, MODE, DOT, CAST)
-            maximum, total, acc = _step(q, k, v, maximum, total, acc, scales, cap, 0, False, MODE,
-                                        SOFTCAP, DOT, QUANTIZE, CAST)
+            acc = acc * fade[None, :] + _output(p, v, MODE, DOT, QUANTIZE, CAST)
 
         before = whole_first - first
         for j in tl.range(0, before + end - whole_end, num_stages=1):
             tile = tl.where(j < before, first + j, whole_end + j - before)
             position = tile * TILE + token
-            group_position = tile * TILE + group_token
             live = (position < length) & (position >= begin)
-            group_live = (group_position < length) & (group_position >= begin)
-            # A page is read if any of its tokens is live.
-            k_pages = _tile_pages(table, tile, live, 1, TILE, PAGE)
-            v_pages = _tile_pages(table, tile, tl.max(group_live.to(tl.int32), 1) > 0, 16,
-                                  TILE, PAGE)
-            k, v = _load_tile(k_ptr, v_ptr, k_pages, v_pages, tile, head, token, live, group_live,
-                              True, HEADS, DK, DV, DK_PAD, DV_PAD, PAGE, TILE)
-            v = tl.reshape(tl.permute(v, [1, 0, 2]), [DV_PAD, TILE])
+            pages = _tile_pages(table, tile, live, 1, TILE, PAGE)
+            k = _load_k(k_ptr, pages, tile, head, token, live, True, HEADS, DK, DK_PAD, PAGE, TILE)
             k = _operand(k, FORMAT, MODE, DOT, CAST)
-            v = _operand(v, FORMAT, MODE, DOT, CAST)
             newest = length - new + column // GROUP
             seen = position[:, None] <= newest[None, :]
             if WINDOW:
                 seen = seen & (position[:, None] > (newest - window)[None, :])
-            maximum, total, acc = _step(q, k, v, maximum, total, acc, scales, cap, seen, True, MODE,
-                                        SOFTCAP, DOT, QUANTIZE, CAST)
+            p, maximum, total, fade = _probabilities(q, k, maximum, total, scales, cap, seen, True,
+                                                     MODE, SOFTCAP, OFFSET)
+            # Not before: Triton 3.6 orders K's way to the matrix instruction wrongly if V's data
+            # move through shared memory in between (the barrier lands before the proxy fence).
+            v = _load_live_v(v_ptr, pages, tile, head, live, HEADS, DV, DV_PAD, PAGE, TILE)
+            v = _operand(v, FORMAT, MODE, DOT, CAST)
+            acc = acc * fade[None, :] + _output(p, v, MODE, DOT, QUANTIZE, CAST)
 
         total_sum = tl.sum(total, 0)
         v_scale = 1.0

@@ -61,7 +61,7 @@ def _prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lens_ptr, starts_pt
         else:
             x = q.to(tl.float32)
             if QUANTIZE:
-                x = round_e4m3(x / q_scale, CAST, tl.float32)
+                x = round_e4m3(tl.div_rn(x, q_scale), CAST, tl.float32)
         scales = tl.zeros([TILE_Q], tl.float32) + scale
         if DOT == tl.float16:  # wider numbers must fit float16
             largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)

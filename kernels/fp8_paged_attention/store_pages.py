@@ -30,7 +30,7 @@ def _values(x, scale_ptr, head, scale_stride, SCALE: tl.constexpr, FORMAT: tl.co
     else:
         x = x.to(tl.float32)
         if SCALE:
-            x = x / tl.load(scale_ptr + head * scale_stride)
+            x = tl.div_rn(x, tl.load(scale_ptr + head * scale_stride))
         return encode(x, FORMAT == 2, CAST)
 
 
