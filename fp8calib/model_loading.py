@@ -89,6 +89,12 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many token ids the model has embeddings for."""
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.num_embeddings)
+
+
 def _load(loader: Any, source: Path, trust_remote_code: bool, **options: Any) -> Any:
     try:
         return loader.from_pretrained(

@@ -7,6 +7,7 @@ last a native llm-compressor recipe that quantizes weights before the KV cache i
 from __future__ import annotations
 
 import difflib
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,22 @@ from fp8calib.layers import split_skip_layers
 MAX_RECIPE_BYTES = 1_000_000
 
 
+def parse_observer(text: str) -> tuple[str, float | None]:
+    """An observer's name and, for ``percentile:P``, its P; see calibration/observers.py.
+
+    Raises:
+        ValueError: it is neither absmax, nor mse, nor percentile:P with 50 <= P <= 100.
+    """
+    if text in ("absmax", "mse"):
+        return text, None
+    match = re.fullmatch(r"percentile:(\d+(?:\.\d+)?)", text)
+    if match is None:
+        raise ValueError("use absmax, percentile:P or mse")
+    if not 50 <= float(match[1]) <= 100:
+        raise ValueError("the percentile must be from 50 to 100")
+    return "percentile", float(match[1])
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
@@ -29,7 +46,7 @@ class Calibration(_Section):
     `batch_size` None means a default by device."""
 
     strategy: Literal["tensor", "attn_head"] = "tensor"
-    observer: Literal["absmax"] = "absmax"
+    observer: str = "absmax"
     margin: Annotated[float, Field(ge=1.0, le=16.0)] = 1.0
     query: bool = True
     kv_cache_dtype_skip_layers: tuple[str, ...] = ()
@@ -41,6 +58,12 @@ class Calibration(_Section):
     max_seq_len: Annotated[int, Field(ge=1)] = 2048
     seed: Annotated[int, Field(ge=0)] = 42
     batch_size: Annotated[int, Field(ge=1)] | None = None
+
+    @field_validator("observer")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        parse_observer(value)
+        return value
 
     @field_validator("kv_cache_dtype_skip_layers", mode="before")
     @classmethod
@@ -79,10 +102,16 @@ class Recipe(_Section):
 
     def with_options(self, **options: Any) -> Recipe:
         """This recipe with those of `options` that are not None in the calibration section."""
-        given = {name: value for name, value in options.items() if value is not None}
+        return self._with("calibration", options)
+
+    def with_gates(self, **options: Any) -> Recipe:
+        """This recipe with those of `options` that are not None in the gates section."""
+        return self._with("gates", options)
+
+    def _with(self, section: str, options: dict[str, Any]) -> Recipe:
         content = self.model_dump()
-        content["calibration"] |= given
-        return _validated(content, "options")
+        content[section] |= {name: value for name, value in options.items() if value is not None}
+        return parse_content(content, "options")
 
     def to_yaml(self) -> str:
         content = self.model_dump(mode="json", exclude_none=True)
@@ -125,10 +154,11 @@ def parse_recipe(text: str, where: str) -> Recipe:
     if not isinstance(content, dict):
         raise RecipeError(f"{where}: a recipe is a mapping with a `calibration` section")
     # An empty section means its defaults.
-    return _validated({key: value for key, value in content.items() if value is not None}, where)
+    return parse_content({key: value for key, value in content.items() if value is not None}, where)
 
 
-def _validated(content: dict[str, Any], where: str) -> Recipe:
+def parse_content(content: Any, where: str) -> Recipe:
+    """A recipe from its YAML or JSON content; raises RecipeError."""
     try:
         return Recipe.model_validate(content)
     except ValidationError as problem:

@@ -153,10 +153,14 @@ def _first(scale: np.ndarray, where: np.ndarray) -> str:
 
 
 def amax_problems(
-    scales: ScaleSet, amax: Mapping[int, Mapping[Kind, np.ndarray]], margin: float
+    scales: ScaleSet,
+    amax: Mapping[int, Mapping[Kind, np.ndarray]],
+    margin: float,
+    may_clip: bool = False,
 ) -> list[str]:
-    """Where scales made by a maximum observer do not fit the maxima they were made from: amax of
-    every layer and kind, float32 [heads]; a tensor scale answers for all heads."""
+    """Where scales do not fit the maxima of the data they were made from: amax of every layer and
+    kind, float32 [heads]; a tensor scale answers for all heads. `may_clip` is for observers other
+    than the maximum, which leave the largest values out on purpose."""
     found = []
     for index, layer in scales.layers.items():
         for kind, scale in layer.items():
@@ -166,7 +170,7 @@ def amax_problems(
             seen = amax[index][kind]
             seen = seen.max(keepdims=True) if scale.size == 1 else seen
             full = seen >= _TINY * E4M3_MAX
-            if (full & (seen / scale > E4M3_MAX)).any():
+            if not may_clip and (full & (seen / scale > E4M3_MAX)).any():
                 found.append(f"layer {index} ({layer.name}): {kind}_scale clips its own maximum")
             slack = MAX_SLACK * np.float32(max(margin, 1.0)) * seen / E4M3_MAX
             if (full & (scale > slack)).any():

@@ -74,14 +74,13 @@ class Collector:
     ) -> torch.Tensor:
         assert self._batch is not None
         device = key.device
-        texts = torch.tensor(self._batch.texts, device=device)
         real = None if self._batch.real is None else self._batch.real.to(device)
         for kind, x in zip(KINDS, (query, key, value), strict=True):
             if kind in self.kinds:
                 slot = (module.layer_idx, kind)
                 if slot not in self.statistics:
                     self.statistics[slot] = RangeStatistics.empty(x.shape[1], device)
-                self.statistics[slot].observe(x, texts, real)
+                self.statistics[slot].observe(x, self._batch.texts, real)
         return plain_attention(module, query, key, value, attention_mask, **kwargs)
 
     def check_finite(self) -> None:

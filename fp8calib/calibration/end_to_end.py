@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fp8calib import __version__, console
+from fp8calib import console
 from fp8calib.architectures import check_architecture
-from fp8calib.calibration.report import KindReport, describe, kind_reports
-from fp8calib.calibration.statistics import Ranges
+from fp8calib.calibration import record
+from fp8calib.calibration.findings import data_findings, range_findings
+from fp8calib.calibration.observers import make_scales, share_ranges
+from fp8calib.calibration.report import KindReport, kind_reports
 from fp8calib.checkpoint import check_output, check_source, serve_command, write_checkpoint
 from fp8calib.checkpoint.folder import check_room, scratch
 from fp8calib.data import TokenData, default_dataset, load_data
-from fp8calib.errors import DataError, ModelError
 from fp8calib.layers import LayerSpec, resolve_skip_layers
 from fp8calib.models import resolve_model
 from fp8calib.recipe import Calibration, Recipe
-from fp8calib.scales import (
-    Kind,
-    LayerScales,
-    ScaleSet,
-    amax_problems,
-    problems,
-    require,
-    scale_from_amax,
-)
+from fp8calib.scales import ScaleSet
 
 
 @dataclass(frozen=True)
@@ -43,6 +35,7 @@ class CalibrationResult:
     layers: list[LayerSpec] = field(default_factory=list)
     scales: ScaleSet | None = None
     reports: list[KindReport] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -54,9 +47,10 @@ class CalibrationResult:
             "model": self.model,
             "output": str(self.output) if self.output else None,
             "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
-            "dataset": _dataset(self.data),
+            "dataset": record.describe_data(self.data),
             "skip_layers": self.skip_layers,
             "layers": [report.to_dict() for report in self.reports],
+            "warnings": self.warnings,
             "seconds": round(self.seconds, 2),
             "serve": self.serve,
         }
@@ -77,6 +71,7 @@ def calibrate(
     dtype: str = "auto",
     link: bool = False,
     overwrite: bool = False,
+    overwrite_scales: bool = False,
     dry_run: bool = False,
     trust_remote_code: bool = False,
     **options: Any,
@@ -91,6 +86,7 @@ def calibrate(
         dtype: ``auto`` (the checkpoint's), ``bfloat16``, ``float16`` or ``float32``.
         link: hard-link the weight files instead of copying them.
         overwrite: replace an earlier checkpoint at `output`.
+        overwrite_scales: leave out KV-cache scales that `model` has, instead of refusing it.
         dry_run: check everything that can be checked without loading weights, write nothing.
         trust_remote_code: run model code that comes with the checkpoint.
         options: keys of the recipe's calibration section (see `fp8calib.recipe.Calibration`) that
@@ -106,7 +102,7 @@ def calibrate(
     target = Path(output) if output is not None else default_output(model, asked.strategy)
     source = resolve_model(model)
     check_output(target, overwrite, source)
-    checkpoint = check_source(source)
+    checkpoint = check_source(source, overwrite_scales)
     check_architecture(checkpoint.config)
     if not link:
         check_room(target, checkpoint.weight_files)
@@ -116,7 +112,7 @@ def calibrate(
     if dry_run:
         return CalibrationResult(model, None, recipe, data)
 
-    how = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     plan = CalibrationResult(model, target, recipe, data)
     if recipe.llmcompressor is None:
         return _calibrate_kv(plan, source, how, link, overwrite)
@@ -134,7 +130,8 @@ def _calibrate_kv(
 ) -> CalibrationResult:
     """Observe the model in `source`, make its scales, write them beside its weights."""
     from fp8calib.attention import probe
-    from fp8calib.model_loading import load_model, load_tokenizer
+    from fp8calib.calibration.observation import observe
+    from fp8calib.model_loading import load_model, load_tokenizer, vocabulary_size
 
     start = time.perf_counter()
     assert plan.output is not None
@@ -144,23 +141,37 @@ def _calibrate_kv(
     skip_layers, _ = resolve_skip_layers(asked.kv_cache_dtype_skip_layers, layers)
     recipe = recipe.with_options(kv_cache_dtype_skip_layers=skip_layers)
     tokenizer = load_tokenizer(source, how["trust_remote_code"])
-    ranges = _observe(loaded, tokenizer, data, asked)
-    scales = _scales(layers, ranges, asked)
-    reports = kind_reports(scales, ranges)
-    result = replace(
+    ranges = share_ranges(layers, observe(loaded, tokenizer, data, asked))
+    scales = make_scales(layers, ranges, asked)
+    warnings = [
+        *data_findings(data.rows, vocabulary_size(loaded)),
+        *range_findings(scales, ranges),
+    ]
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    about = record.describe_data(data)
+    sidecar = record.sidecar(
+        plan.model, recipe, about, layers, ranges, dtype=dtype, warnings=warnings
+    )
+    write_checkpoint(
+        source,
+        plan.output,
+        scales,
+        sidecar,
+        layers=layers,
+        link=link,
+        overwrite=overwrite,
+        more_files={record.HISTOGRAMS: record.pack(ranges)},
+    )
+    return replace(
         plan,
         recipe=recipe,
         skip_layers=skip_layers,
         layers=layers,
         scales=scales,
-        reports=reports,
+        reports=kind_reports(scales, ranges),
+        warnings=warnings,
         seconds=time.perf_counter() - start,
     )
-    sidecar = _sidecar(result, str(loaded.dtype).removeprefix("torch."), ranges)
-    write_checkpoint(
-        source, plan.output, scales, sidecar, layers=layers, link=link, overwrite=overwrite
-    )
-    return result
 
 
 def _load_data(model: str, source: Path, asked: Calibration, trust_remote_code: bool) -> TokenData:
@@ -183,89 +194,3 @@ def _load_data(model: str, source: Path, asked: Calibration, trust_remote_code: 
         text_column=asked.text_column,
         messages_column=asked.messages_column,
     )
-
-
-def _observe(
-    model: Any, tokenizer: Any, data: TokenData, asked: Calibration
-) -> dict[int, dict[Kind, Ranges]]:
-    from fp8calib.calibration.core import Batch, make_batch, plan_batches
-    from fp8calib.calibration.oneshot import run_oneshot
-
-    vocabulary = model.get_input_embeddings().num_embeddings
-    largest = max(max(row) for row in data.rows)
-    if largest >= vocabulary:
-        raise DataError(f"token id {largest} is beyond the model's vocabulary of {vocabulary}")
-    size = asked.batch_size or (8 if model.device.type == "cuda" else 4)
-    batches = [make_batch(data.rows, texts) for texts in plan_batches(data.rows, size)]
-    with console.progress("calibrating (tokens)", data.num_tokens) as bar:
-        start, done = time.perf_counter(), 0
-
-        def on_batch(batch: Batch) -> None:
-            nonlocal done
-            done += batch.num_tokens
-            bar.advance(batch.num_tokens, f"{done / (time.perf_counter() - start):,.0f} tokens/s")
-
-        return run_oneshot(model, tokenizer, batches, query=asked.query, on_batch=on_batch).ranges()
-
-
-def _scales(
-    layers: list[LayerSpec], ranges: dict[int, dict[Kind, Ranges]], asked: Calibration
-) -> ScaleSet:
-    """Scales of every layer, past the gate that nothing unfit passes."""
-    by_layer = {}
-    unseen = [layer for layer in layers if layer.index not in ranges]
-    if unseen:
-        names = ", ".join(f"{layer.index} ({layer.name})" for layer in unseen)
-        raise ModelError(f"no K and V were observed in layer {names}; nothing was written")
-    for layer in layers:
-        seen = dict(ranges[layer.index])
-        if layer.kv_source is not None:  # the cache it reads was filled by another layer
-            seen |= {kind: ranges[layer.kv_source][kind] for kind in ("k", "v")}
-            ranges[layer.index] = seen
-        scale = {kind: _scale(found, asked) for kind, found in seen.items()}
-        by_layer[layer.index] = LayerScales(layer.name, **scale)
-    scales = ScaleSet(asked.strategy, by_layer)
-    require(problems(scales, layers, query=asked.query), "calibration gave unfit scales")
-    amax = {
-        index: {kind: found.amax for kind, found in kinds.items()}
-        for index, kinds in ranges.items()
-    }
-    require(amax_problems(scales, amax, asked.margin), "calibration gave unfit scales")
-    return scales
-
-
-def _scale(ranges: Ranges, asked: Calibration) -> Any:
-    amax = ranges.amax.max(keepdims=True) if asked.strategy == "tensor" else ranges.amax
-    return scale_from_amax(amax, asked.margin)
-
-
-def _dataset(data: TokenData) -> dict[str, Any]:
-    return {
-        "name": data.source,
-        "split": data.split,
-        "columns": list(data.columns),
-        "samples": len(data.rows),
-        "requested": data.requested,
-        "tokens": data.num_tokens,
-        "fingerprint": data.fingerprint,
-    }
-
-
-def _sidecar(
-    result: CalibrationResult, dtype: str, ranges: dict[int, dict[Kind, Ranges]]
-) -> dict[str, Any]:
-    asked = result.recipe.calibration
-    packages = ("llmcompressor", "compressed-tensors", "transformers", "torch")
-    return {
-        "model": result.model,
-        "strategy": asked.strategy,
-        "observer": asked.observer,
-        "margin": asked.margin,
-        "query": asked.query,
-        "dtype": dtype,
-        "skip_layers": result.skip_layers,
-        "dataset": _dataset(result.data),
-        "recipe": result.recipe.model_dump(mode="json", exclude_none=True),
-        "versions": {"fp8calib": __version__} | {name: version(name) for name in packages},
-        "layers": describe(result.layers, ranges),
-    }

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from fp8calib.calibration.statistics import Ranges
-from fp8calib.layers import LayerSpec
 from fp8calib.scales import Kind, ScaleSet
 
 _ONE = np.ones(1, dtype=np.float32)
-_PERCENTILES = {"p99_9": 99.9, "p99_99": 99.99, "p99_999": 99.999}
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,7 @@ def kind_reports(scales: ScaleSet, ranges: Mapping[int, Mapping[Kind, Ranges]]) 
 
 def _report(layer: int, kind: Kind, scale: np.ndarray, ranges: Ranges) -> KindReport:
     amax = float(ranges.amax.max())
-    heads = Ranges(
-        ranges.amax.max(keepdims=True), ranges.text[:1], ranges.histogram.sum(0, keepdims=True)
-    )
-    median = float(heads.percentile(50)[0])
+    median = float(ranges.pooled().percentile(50)[0])
     return KindReport(
         layer=layer,
         kind=kind,
@@ -63,24 +58,3 @@ def _report(layer: int, kind: Kind, scale: np.ndarray, ranges: Ranges) -> KindRe
         clipped=ranges.clipped(scale),
         flushed=ranges.flushed(scale),
     )
-
-
-def describe(
-    layers: Sequence[LayerSpec], ranges: Mapping[int, Mapping[Kind, Ranges]]
-) -> dict[str, Any]:
-    """The statistics of every layer and head as fp8calib.json keeps them, by layer index."""
-    return {
-        str(layer.index): {"name": layer.name}
-        | {kind: _statistics(found) for kind, found in ranges[layer.index].items()}
-        for layer in layers
-    }
-
-
-def _statistics(ranges: Ranges) -> dict[str, Any]:
-    return {
-        "amax": ranges.amax.tolist(),
-        **{name: ranges.percentile(p).tolist() for name, p in _PERCENTILES.items()},
-        "rms": ranges.rms().tolist(),
-        "count": ranges.count,
-        "text": ranges.text.tolist(),
-    }

@@ -94,6 +94,16 @@ class Checkpoint:
         return dict(sorted(found.items()))
 
     @cached_property
+    def scale_tensors(self) -> frozenset[str]:
+        """The names of all KV-cache scales and zero points that loaders would find."""
+        modules = {layer.name for layer in self.layers}
+        return frozenset(
+            name
+            for name in self.tensors
+            if names.parse(name, modules) or names.is_kv_zero_point(name)
+        )
+
+    @cached_property
     def sidecar(self) -> dict[str, Any] | None:
         """What fp8calib recorded beside the checkpoint; None when it was made by something else."""
         there = (self.path / SIDECAR).exists()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,8 @@ from fp8calib.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_SCALE_VALUES = 65_536  # a scale holds one value per head at most
+
+_CHUNK_BYTES = 16 << 20
 
 _BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -104,6 +107,31 @@ def _check_layout(path: Path, tensors: dict[str, TensorInfo], size: int) -> None
                 "download it again"
             )
         last = info.end
+
+
+def copy_without(source: Path, target: Path, names: Collection[str]) -> None:
+    """Write the safetensors file `source` without the tensors `names` to `target`; the others keep
+    their bytes and their order."""
+    with source.open("rb") as reader, target.open("xb") as writer:
+        text, data = _header_bytes(reader, source.stat().st_size)
+        header = json.loads(text)
+        kept = {"__metadata__": header.pop("__metadata__")} if "__metadata__" in header else {}
+        ranges, position = [], 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if name not in names:
+                start, end = entry["data_offsets"]
+                kept[name] = entry | {"data_offsets": [position, position + end - start]}
+                ranges.append((data + start, end - start))
+                position += end - start
+        encoded = json.dumps(kept, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)  # tensors start at a multiple of eight bytes
+        writer.write(len(encoded).to_bytes(8, "little") + encoded)
+        for start, length in ranges:
+            reader.seek(start)
+            while length:
+                chunk = reader.read(min(length, _CHUNK_BYTES))
+                writer.write(chunk)
+                length -= len(chunk)
 
 
 def read_scale(name: str, info: TensorInfo) -> np.ndarray:

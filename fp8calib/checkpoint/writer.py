@@ -7,7 +7,7 @@ index, and run on scales that were never set. So all shards are renumbered, the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from fp8calib.checkpoint.reader import (
     read_json,
     safe_file,
 )
+from fp8calib.checkpoint.safetensors_file import copy_without
 from fp8calib.checkpoint.scheme import check_method, with_scheme
 from fp8calib.console import progress
 from fp8calib.errors import CheckpointError
@@ -38,9 +39,9 @@ _WEIGHTS = {
 _REPLACED = {"config.json", "README.md", SIDECAR}
 
 
-def check_source(source: Path | str) -> Checkpoint:
+def check_source(source: Path | str, replace_scales: bool = False) -> Checkpoint:
     """Open a model that scales are to be added to; what stands in the way is found here, before any
-    expensive work.
+    expensive work. With `replace_scales` it may have KV scales already.
 
     Raises:
         CheckpointError: unreadable; weights that are not safetensors; quantized by a method whose
@@ -50,9 +51,10 @@ def check_source(source: Path | str) -> Checkpoint:
     check_method(checkpoint.config)
     _ = checkpoint.strategy  # refuses a scheme that we would not know how to continue
     there = [scale.tensor for kinds in checkpoint.scales.values() for scale in kinds.values()]
-    if there:
+    if there and not replace_scales:
         raise CheckpointError(
-            f"{source} already has KV-cache scales ({there[0]}): start from the original model"
+            f"{source} already has KV-cache scales ({there[0]}): start from the original model, or "
+            "replace them with --overwrite-scales"
         )
     return checkpoint
 
@@ -66,6 +68,8 @@ def write_checkpoint(
     layers: Sequence[LayerSpec],
     link: bool = False,
     overwrite: bool = False,
+    replace_scales: bool = False,
+    more_files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write `source` with `scales` added as a new checkpoint folder, whole or not at all.
 
@@ -77,6 +81,8 @@ def write_checkpoint(
         layers: the model's attention layers, as calibration found them.
         link: hard-link the weights instead of copying them. Editing one then edits the other.
         overwrite: replace an earlier output of fp8calib at `output`.
+        replace_scales: leave out KV scales that `source` has, instead of refusing it.
+        more_files: contents of further files by name.
 
     Raises:
         ScaleError: scales that are missing or unfit; nothing is written.
@@ -86,7 +92,7 @@ def write_checkpoint(
     source, output = Path(source), Path(output)
     require(problems(scales, layers), "the scales cannot be written")
     check_output(output, overwrite, source)
-    checkpoint = check_source(source)
+    checkpoint = check_source(source, replace_scales)
     if not link:
         check_room(output, checkpoint.weight_files)
     config = with_scheme(checkpoint.config, scales.strategy)
@@ -96,6 +102,8 @@ def write_checkpoint(
         for file in companions(source):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             copy_file(safe_file(source, str(file)), folder / file)
+        for name, content in (more_files or {}).items():
+            (folder / name).write_bytes(content)
         _write_json(folder / SIDECAR, {"schema_version": SCHEMA_VERSION} | sidecar)
         card = model_card(source, output.resolve().name, scales, sidecar)
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -127,8 +135,18 @@ def _scale_tensors(checkpoint: Checkpoint, scales: ScaleSet) -> dict[str, np.nda
 def _write_weights(
     checkpoint: Checkpoint, folder: Path, tensors: dict[str, np.ndarray], link: bool
 ) -> None:
-    """Copy the weight files under new numbers; write the scales' shard and the index of all."""
-    files = checkpoint.weight_files
+    """Copy the weight files under new numbers, without KV scales that they may have had; write the
+    scales' shard and the index of all."""
+    dropped: dict[Path, set[str]] = {}
+    for name in checkpoint.scale_tensors:
+        dropped.setdefault(checkpoint.tensors[name].file, set()).add(name)
+    kept = {
+        name: info
+        for name, info in checkpoint.tensors.items()
+        if info.file in checkpoint.weight_files and name not in checkpoint.scale_tensors
+    }
+    filled = {info.file for info in kept.values()}
+    files = [path for path in checkpoint.weight_files if path in filled or path not in dropped]
     *shards, last = (
         f"model-{number:05}-of-{len(files) + 1:05}.safetensors"
         for number in range(1, len(files) + 2)
@@ -137,10 +155,12 @@ def _write_weights(
     size = sum(path.stat().st_size for path in files)
     with progress("writing weights (MB)", size // 10**6) as bar:
         for path, new in renamed.items():
-            copy_file(path, folder / new, link)
+            if path in dropped:
+                copy_without(path, folder / new, dropped[path])
+            else:
+                copy_file(path, folder / new, link)
             bar.advance(path.stat().st_size // 10**6)
     (folder / last).write_bytes(save(tensors, metadata={"format": "pt"}))
-    kept = {name: info for name, info in checkpoint.tensors.items() if info.file in renamed}
     metadata = _index_metadata(checkpoint)
     metadata["total_size"] = sum(info.end - info.start for info in kept.values()) + sum(
         values.nbytes for values in tensors.values()

@@ -21,15 +21,7 @@ if TYPE_CHECKING:
 )
 def calibrate(
     model: options.Model,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="tensor|attn_head",
-            help="tensor (default): one scale per layer, loads on every vLLM backend. attn_head: "
-            "one per head; better where heads of a layer differ widely in range, and needs "
-            "FlashAttention 3 or 4 to serve.",
-        ),
-    ] = None,
+    strategy: options.Strategy = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="Folder to make; default NAME-kvattn-fp8-STRATEGY."),
@@ -41,23 +33,19 @@ def calibrate(
     samples: options.Samples = None,
     max_seq_len: options.MaxSeqLen = None,
     seed: options.Seed = None,
-    query: Annotated[
-        bool | None,
-        typer.Option("--query/--no-query", help="Also write q_scale (default) or not."),
-    ] = None,
+    query: options.Query = None,
     skip_layers: options.SkipLayers = None,
-    margin: Annotated[
-        float | None, typer.Option(help="Headroom: scales are multiplied by this, 1 or more.")
-    ] = None,
+    observer: options.Observer = None,
+    margin: options.Margin = None,
     batch_size: Annotated[int | None, typer.Option(help="Texts in one forward pass.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     recipe: options.RecipeName = None,
-    link: Annotated[
-        bool, typer.Option("--link", help="Hard-link the weights instead of copying them.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier output folder.")
+    link: options.Link = False,
+    overwrite: options.Overwrite = False,
+    overwrite_scales: Annotated[
+        bool,
+        typer.Option("--overwrite-scales", help="Replace KV-cache scales that MODEL already has."),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check model, data and options; load no weights.")
@@ -79,6 +67,7 @@ def calibrate(
         seed=seed,
         query=query,
         kv_cache_dtype_skip_layers=skip_layers,
+        observer=observer,
         margin=margin,
         batch_size=batch_size,
     )
@@ -93,6 +82,7 @@ def calibrate(
         dtype=dtype,
         link=link,
         overwrite=overwrite,
+        overwrite_scales=overwrite_scales,
         dry_run=dry_run,
         trust_remote_code=trust_remote_code,
     )
@@ -110,19 +100,8 @@ def _show(result: CalibrationResult) -> None:
     if result.output is None:
         console.info("dry run: everything that can be checked without the weights is in order")
         return
-    console.print_table(
-        f"{len(result.layers)} layers, {result.recipe.calibration.strategy} scales "
-        "(shares of all values at scale 1.0 > at the calibrated scale)",
-        ["", "amax", "scale", "clipped %", "flushed to zero %"],
-        [_row(kind, result.reports) for kind in ("q", "k", "v") if _of(kind, result.reports)],
-    )
-    widest = sorted(result.reports, key=lambda report: -report.binades)[:3]
-    console.info(
-        "widest range (largest over median |x|): "
-        + "; ".join(
-            f"layer {r.layer} {r.kind}, 2^{r.binades:.1f} up to {r.amax:.4g}" for r in widest
-        )
-    )
+    show_scales(result.reports, result.recipe.calibration.strategy)
+    show_warnings(result.warnings)
     if result.skip_layers:
         console.info(
             f"skip layers (recorded, not part of the scales): {' '.join(result.skip_layers)}"
@@ -130,6 +109,32 @@ def _show(result: CalibrationResult) -> None:
     console.info(
         f"wrote {result.output} in {result.seconds:.1f} s\nserve it with:\n  {result.serve}"
     )
+
+
+def show_scales(reports: list[KindReport], strategy: str) -> None:
+    """A line for each of q, k and v, and the layers that use most of e4m3's range."""
+    from fp8calib import console
+
+    console.print_table(
+        f"{len({report.layer for report in reports})} layers, {strategy} scales "
+        "(shares of all values at scale 1.0 > at the calibrated scale)",
+        ["", "amax", "scale", "clipped %", "flushed to zero %"],
+        [_row(kind, reports) for kind in ("q", "k", "v") if _of(kind, reports)],
+    )
+    widest = sorted(reports, key=lambda report: -report.binades)[:3]
+    console.info(
+        "widest range (largest over median |x|): "
+        + "; ".join(
+            f"layer {r.layer} {r.kind}, 2^{r.binades:.1f} up to {r.amax:.4g}" for r in widest
+        )
+    )
+
+
+def show_warnings(warnings: list[str]) -> None:
+    from fp8calib import console
+
+    for warning in warnings:
+        console.info(f"warning: {warning}")
 
 
 def _of(kind: str, reports: list[KindReport]) -> list[KindReport]:

@@ -62,6 +62,34 @@ MessagesColumn = Annotated[
 Samples = Annotated[int | None, typer.Option("--samples", help="Texts to draw.")]
 MaxSeqLen = Annotated[int | None, typer.Option("--max-seq-len", help="Tokens a text is cut to.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the draw.")]
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="tensor|attn_head",
+        help="tensor (default): one scale per layer, loads on every vLLM backend. attn_head: "
+        "one per head; better where heads of a layer differ widely in range, and needs "
+        "FlashAttention 3 or 4 to serve.",
+    ),
+]
+Observer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="absmax|percentile:P|mse",
+        help="absmax (default): nothing seen is clipped. percentile:P: values beyond the P-th "
+        "percentile are. mse: the least squared rounding error.",
+    ),
+]
+Margin = Annotated[
+    float | None, typer.Option(help="Headroom: scales are multiplied by this, 1 or more.")
+]
+Query = Annotated[
+    bool | None,
+    typer.Option("--query/--no-query", help="Also write q_scale (default) or not."),
+]
+Link = Annotated[
+    bool, typer.Option("--link", help="Hard-link the weights instead of copying them.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output folder.")]
 RecipeName = Annotated[
     str | None,
     typer.Option(
