@@ -12,6 +12,20 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # read when the kernels are imported, which the package does at first use
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Triton's decode on a GPU: plain, explicit for Hopper, and as on a GPU without FP8.
+DECODE_KERNELS = ["plain"] if DEVICE == "cpu" else ["plain", "gluon", "without_fp8"]
+
+
+def select_decode_kernel(name, monkeypatch):
+    from fp8_paged_attention import store_pages, triton_backend
+    from fp8_paged_attention.device import Hardware
+    monkeypatch.setattr(triton_backend, "USE_GLUON", name == "gluon")
+    if name == "without_fp8":
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        for module in (store_pages, triton_backend):
+            monkeypatch.setattr(module, "hardware", lambda device: Hardware(80, num_sms))
+
+
 ERROR = {
     # Relative RMS against float64 on the same pages, and the reason for the bound.
     "float32": 1e-5,  # sums of up to a few thousand float32 products

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 POINTERS = {
-    "entries_ptr": "*i32", "count_ptr": "*i32", "pairs_ptr": "*i32", "table_ptr": "*i32",
+    "entries_ptr": "*i32", "pairs_ptr": "*i32", "table_ptr": "*i32",
     "lens_ptr": "*i32", "starts_ptr": "*i32", "seq_lens_ptr": "*i32", "slot_ptr": "*i64",
     "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32", "q_scale_ptr": "*fp32", "sinks_ptr": "*bf16",
     "partial_ptr": "*fp32", "lse_ptr": "*fp32", "key_ptr": "*bf16", "value_ptr": "*bf16",

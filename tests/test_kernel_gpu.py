@@ -3,7 +3,14 @@
 import fp8_paged_attention as fpa
 import pytest
 import torch
-from kernel_cases import DEVICE, ERROR, Case, relative_error
+from kernel_cases import (
+    DECODE_KERNELS,
+    DEVICE,
+    ERROR,
+    Case,
+    relative_error,
+    select_decode_kernel,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -11,10 +18,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True, params=["plain", "gluon"])
+@pytest.fixture(autouse=True, params=DECODE_KERNELS)
 def decode_kernel(request, monkeypatch):
-    from fp8_paged_attention import triton_backend
-    monkeypatch.setattr(triton_backend, "USE_GLUON", request.param == "gluon")
+    select_decode_kernel(request.param, monkeypatch)
     return request.param
 
 
@@ -137,11 +143,11 @@ def test_a_cuda_graph_follows_changing_lengths():
 
         step()
         torch.cuda.synchronize()
-        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
+            allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
             step()
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
         for lengths in ([longest] * batch, [1] * batch, [0, longest] * (batch // 2),
                         [(i * 37) % longest + 1 for i in range(batch)]):
             lens.copy_(torch.tensor(lengths, dtype=torch.int32))
@@ -164,7 +170,7 @@ def test_same_bits_every_time(seq_lens):
 
 
 def test_the_two_decode_kernels_agree(monkeypatch, decode_kernel):
-    if decode_kernel == "plain":
+    if decode_kernel != "gluon":
         return
     from fp8_paged_attention import triton_backend
     layer = random_layer([4001, 17, 640])

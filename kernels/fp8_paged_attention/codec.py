@@ -65,4 +65,7 @@ def decode(codes, E5M2: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def round_e4m3(x, CAST: tl.constexpr, DTYPE: tl.constexpr):
     """float32 rounded to the nearest e4m3 value."""
-    return decode(encode(x, False, CAST), False, DTYPE)
+    if CAST:
+        return x.to(tl.float8e4nv).to(DTYPE)
+    else:
+        return decode(encode(x, False, CAST), False, DTYPE)

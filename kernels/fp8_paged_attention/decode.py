@@ -160,8 +160,8 @@ def _tile_pages(table_ptr, tile, live, UNIT: tl.constexpr, TILE: tl.constexpr,
 
 
 @triton.jit
-def _load_k(k_ptr, pages, tile, head, token, live, MASK: tl.constexpr, HEADS: tl.constexpr,
-            DK: tl.constexpr, DK_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
+def _load_k(k_ptr, pages, tile, head, token, HEADS: tl.constexpr, DK: tl.constexpr,
+            DK_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
     """K of a tile `[TILE, DK_PAD]`, in the order of V's positions."""
     dk = tl.arange(0, DK_PAD)
     base = (pages.to(tl.int64) * HEADS + head) * (PAGE * DK)
@@ -170,9 +170,7 @@ def _load_k(k_ptr, pages, tile, head, token, live, MASK: tl.constexpr, HEADS: tl
     else:
         rows = base + token % PAGE * DK
     at = k_ptr + rows[:, None] + dk[None, :]
-    if MASK:
-        return tl.load(at, mask=live[:, None] & (dk < DK)[None, :], other=0.0)
-    elif DK == DK_PAD:
+    if DK == DK_PAD:
         return tl.load(at, eviction_policy="evict_first")
     else:
         return tl.load(at, mask=(dk < DK)[None, :], other=0.0, eviction_policy="evict_first")
@@ -181,7 +179,7 @@ def _load_k(k_ptr, pages, tile, head, token, live, MASK: tl.constexpr, HEADS: tl
 @triton.jit
 def _load_v(v_ptr, pages, tile, head, HEADS: tl.constexpr, DV: tl.constexpr,
             DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """V of a whole tile `[DV_PAD, TILE]`: groups as they lie in memory, turned in registers."""
+    """V of a tile `[DV_PAD, TILE]`: groups as they lie in memory, turned in registers."""
     dv = tl.arange(0, DV_PAD)
     group = tl.arange(0, TILE // 16)
     i = tl.arange(0, 16)
@@ -198,29 +196,9 @@ def _load_v(v_ptr, pages, tile, head, HEADS: tl.constexpr, DV: tl.constexpr,
     return tl.reshape(tl.permute(v, [1, 0, 2]), [DV_PAD, TILE])
 
 
-@triton.jit
-def _load_live_v(v_ptr, pages, tile, head, live, HEADS: tl.constexpr, DV: tl.constexpr,
-                 DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """V of a tile with dead tokens, which become 0.
-
-    Two-dimensional from the start: Triton 3.6 turns a three-dimensional tile that comes from
-    registers wrongly (16-bit entries, four warps).
-    """
-    dv = tl.arange(0, DV_PAD)
-    position = tl.arange(0, TILE)
-    base = (pages.to(tl.int64) * HEADS + head) * (PAGE * DV)
-    if PAGE >= TILE:
-        group = tile % (PAGE // TILE) * (TILE // 16) + position // 16
-    else:
-        group = position // 16 % (PAGE // 16)
-    at = base + group * (DV * 16) + position % 16
-    return tl.load(v_ptr + at[None, :] + (dv * 16)[:, None],
-                   mask=live[None, :] & (dv < DV)[:, None], other=0.0)
-
-
 @triton.jit(do_not_specialize=["window", "table_stride"])
-def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_ptr, count_ptr,
-                   table_ptr, lens_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr,
+def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_ptr,
+                   table_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr,
                    sinks_ptr, score_scale, cap, window,
                    q_stride, q_head_stride, out_stride, out_head_stride, table_stride,
                    k_scale_stride, v_scale_stride, q_scale_stride,
@@ -244,7 +222,7 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
     dv = tl.arange(0, DV_PAD)
 
     entry = tl.program_id(0)
-    entry = tl.where(entry < tl.load(count_ptr), entry, -1)
+    entry = tl.where(tl.load(entries_ptr + entry * 8) < 0, -1, entry)
     while entry >= 0:
         fields = entries_ptr + entry * 8
         sequence = tl.load(fields)
@@ -253,7 +231,7 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
         end = tl.load(fields + 3)
         slot = tl.load(fields + 4)
         entry = tl.load(fields + 5)
-        length = tl.load(lens_ptr + sequence)
+        length = tl.load(fields + 6)
         start = tl.load(starts_ptr + sequence)
         new = tl.load(starts_ptr + sequence + 1) - start
         table = table_ptr + sequence.to(tl.int64) * table_stride
@@ -294,7 +272,7 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
             after = tl.minimum(tile + 1, whole_end - 1)
             next_k = _tile_pages(table, after, row >= 0, 1, TILE, PAGE)
             next_v = _tile_pages(table, after, group_row >= 0, 16, TILE, PAGE)
-            k = _load_k(k_ptr, k_pages, tile, head, token, 0, False, HEADS, DK, DK_PAD, PAGE, TILE)
+            k = _load_k(k_ptr, k_pages, tile, head, token, HEADS, DK, DK_PAD, PAGE, TILE)
             k = _operand(k, FORMAT, MODE, DOT, CAST)
             p, maximum, total, fade = _probabilities(q, k, maximum, total, scales, cap, 0, False,
                                                      MODE, SOFTCAP, OFFSET)
@@ -302,13 +280,22 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
             v = _operand(v, FORMAT, MODE, DOT, CAST)
             acc = acc * fade[None, :] + _output(p, v, MODE, DOT, QUANTIZE, CAST)
 
+        # Two stages, so that V comes through shared memory as above: Triton 3.6 turns tiles that
+        # come from registers wrongly (16-bit entries and four warps).
         before = whole_first - first
-        for j in tl.range(0, before + end - whole_end, num_stages=1):
+        for j in tl.range(0, before + end - whole_end, num_stages=2):
             tile = tl.where(j < before, first + j, whole_end + j - before)
             position = tile * TILE + token
             live = (position < length) & (position >= begin)
-            pages = _tile_pages(table, tile, live, 1, TILE, PAGE)
-            k = _load_k(k_ptr, pages, tile, head, token, live, True, HEADS, DK, DK_PAD, PAGE, TILE)
+            # Pages without a live token may be anything; read page 0 instead.
+            k_pages = _tile_pages(table, tile, live, 1, TILE, PAGE)
+            group_token = tile * TILE + group_row * 16
+            some = (group_token < length) & (group_token + 16 > begin)
+            v_pages = _tile_pages(table, tile, some, 16, TILE, PAGE)
+            if PAGE >= TILE:
+                k_pages = tl.maximum(k_pages, 0)
+                v_pages = k_pages
+            k = _load_k(k_ptr, k_pages, tile, head, token, HEADS, DK, DK_PAD, PAGE, TILE)
             k = _operand(k, FORMAT, MODE, DOT, CAST)
             newest = length - new + column // GROUP
             seen = position[:, None] <= newest[None, :]
@@ -316,9 +303,8 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
                 seen = seen & (position[:, None] > (newest - window)[None, :])
             p, maximum, total, fade = _probabilities(q, k, maximum, total, scales, cap, seen, True,
                                                      MODE, SOFTCAP, OFFSET)
-            # Not before: Triton 3.6 orders K's way to the matrix instruction wrongly if V's data
-            # move through shared memory in between (the barrier lands before the proxy fence).
-            v = _load_live_v(v_ptr, pages, tile, head, live, HEADS, DV, DV_PAD, PAGE, TILE)
+            v = _load_v(v_ptr, v_pages, tile, head, HEADS, DV, DV_PAD, PAGE, TILE)
+            v = tl.where(live[None, :], v, tl.zeros_like(v))
             v = _operand(v, FORMAT, MODE, DOT, CAST)
             acc = acc * fade[None, :] + _output(p, v, MODE, DOT, QUANTIZE, CAST)
 

@@ -51,7 +51,7 @@ def is_supported(machine: Hardware, head_dims: tuple[int, int], tile: int) -> bo
 
 @gluon.constexpr_function
 def _v_operand(tile, head_dim, entry_bytes):
-    """Registers of the left operand `[head_dim, tile]`, in terms of groups `[tile/16, head_dim, 16]`.
+    """Registers of the left operand `[head_dim, tile]`, by groups `[tile/16, head_dim, 16]`.
 
     A thread holds 4 consecutive bytes of rows r and r + 8, and the same 16 bytes on (PTX ISA,
     wgmma register fragments).
@@ -115,7 +115,7 @@ def _copy_tile(k_smem, v_smem, k_ptr, v_ptr, table, tile, head, begin, length, t
     dv_i = gl.expand_dims(gl.expand_dims(dv * 16, 0), 2) + gl.expand_dims(
         gl.expand_dims(i, 0), 1)
     if PAGE >= TILE:
-        at = page.to(gl.int64) * HEADS + head
+        at = gl.maximum(page, 0).to(gl.int64) * HEADS + head  # before a window: anything
         first = tile % (PAGE // TILE) * TILE
         k_at = k_ptr + (at * PAGE + first) * DK + ((token * DK)[:, None] + dk[None, :])
         v_offset = gl.expand_dims(gl.expand_dims(group * (DV * 16), 1), 2) + dv_i
@@ -152,8 +152,8 @@ def _both(left, right):
 
 @gluon.jit(do_not_specialize=["window", "table_stride"])
 def _decode_hopper_kernel(
-        q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_ptr, count_ptr,
-        table_ptr, lens_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr, sinks_ptr,
+        q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_ptr,
+        table_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr, sinks_ptr,
         score_scale, cap, window, q_stride, q_head_stride, out_stride, out_head_stride,
         table_stride, k_scale_stride, v_scale_stride, q_scale_stride,
         HEADS: gl.constexpr, GROUP: gl.constexpr, MAX_NEW: gl.constexpr, COLUMNS: gl.constexpr,
@@ -207,7 +207,7 @@ def _decode_hopper_kernel(
         gl.expand_dims(i // 2 % 2 * 8 + i // 4 * 2 + i % 2, 0), 1))
 
     entry = gl.program_id(0)
-    if entry >= gl.load(count_ptr):
+    if gl.load(entries_ptr + entry * 8) < 0:
         entry = -1
     while entry >= 0:
         fields = entries_ptr + entry * 8
@@ -217,7 +217,7 @@ def _decode_hopper_kernel(
         end = gl.load(fields + 3)
         slot = gl.load(fields + 4)
         entry = gl.load(fields + 5)
-        length = gl.load(lens_ptr + sequence)
+        length = gl.load(fields + 6)
         start = gl.load(starts_ptr + sequence)
         new = gl.load(starts_ptr + sequence + 1) - start
         table = table_ptr + sequence.to(gl.int64) * table_stride

@@ -11,8 +11,9 @@ program has the same work; a pair that reaches over several programs is put toge
 Longest first, for many: one program for each pair, those with most tiles first, and only pairs with
 more than T/N tiles are cut into equal pieces. Nothing is put together for most pairs.
 
-An entry of the plan is eight int32: sequence, KV head, first tile, end tile, slot of the partial
-result (-1: the pair is whole), the next entry of the same program (-1: none), two unused.
+An entry of the plan is eight int32: sequence (-1: no work), KV head, first tile, end tile, slot of
+the partial result (-1: the pair is whole), the next entry of the same program (-1: none), the
+sequence's length, one unused.
 """
 
 import torch
@@ -31,36 +32,36 @@ _BLOCK = 16
 
 @triton.jit
 def _tiles(seq_lens_ptr, i, num_seqs, TILE: tl.constexpr, WINDOW: tl.constexpr, window, new_tokens):
-    """First tile and number of tiles (at least 1) of sequences i; 0 tiles past the last one."""
+    """Of sequences i: the length, first and end tile and their number (at least 1; 0 past the
+    last sequence)."""
     length = tl.load(seq_lens_ptr + i, mask=i < num_seqs, other=0)
     end = (length + TILE - 1) // TILE
     first = tl.zeros_like(end)
     if WINDOW:
         first = tl.maximum(length - new_tokens - window + 1, 0) // TILE
-    return first, end, tl.where(i < num_seqs, tl.maximum(end - first, 1), 0)
+    return length, first, end, tl.where(i < num_seqs, tl.maximum(end - first, 1), 0)
 
 
 @triton.jit
-def _write(entry_ptr, sequence, head, first, end, slot, following, mask):
+def _write(entry_ptr, sequence, head, first, end, slot, following, length, mask):
     tl.store(entry_ptr, sequence, mask=mask)
     tl.store(entry_ptr + 1, head, mask=mask)
     tl.store(entry_ptr + 2, first, mask=mask)
     tl.store(entry_ptr + 3, end, mask=mask)
     tl.store(entry_ptr + 4, slot, mask=mask)
     tl.store(entry_ptr + 5, following, mask=mask)
+    tl.store(entry_ptr + 6, length, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "new_tokens", "num_programs"])
-def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window, new_tokens,
+def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tokens,
                num_programs, HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                SEQS: tl.constexpr, BLOCK: tl.constexpr):
     j = tl.arange(0, SEQS)
-    _, _, tiles = _tiles(seq_lens_ptr, j, num_seqs, TILE, WINDOW, window, new_tokens)
+    _, _, _, tiles = _tiles(seq_lens_ptr, j, num_seqs, TILE, WINDOW, window, new_tokens)
     ends = tl.cumsum(tiles, 0).to(tl.int64) * HEADS
     total = tl.max(ends, 0)
     programs = tl.minimum(total, num_programs)
-    if tl.program_id(0) == 0:
-        tl.store(count_ptr, programs.to(tl.int32))
     # Entry i < num_programs begins program i's range; entry num_programs + p begins pair p.
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pair = i - num_programs
@@ -91,10 +92,12 @@ def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window
     following = tl.where(begin + end - first < (program + 1) * total // programs,
                          num_programs + pair + 1, -1)
     slot = tl.where(to_program > from_program, program + pair, -1)
-    low, high, _ = _tiles(seq_lens_ptr, sequence, num_seqs, TILE, WINDOW, window, new_tokens)
+    length, low, high, _ = _tiles(seq_lens_ptr, sequence, num_seqs, TILE, WINDOW, window,
+                                  new_tokens)
     _write(entries_ptr + i * 8, sequence, head.to(tl.int32), (low + first).to(tl.int32),
            tl.minimum(low + end, high).to(tl.int32), slot.to(tl.int32), following.to(tl.int32),
-           used)
+           length, used)
+    tl.store(entries_ptr + i * 8, -1, mask=(i < num_programs) & (i >= programs))
     entry = pairs_ptr + pair * 4
     pair_mask = exists & (i >= num_programs)
     tl.store(entry, sequence, mask=pair_mask)
@@ -104,15 +107,16 @@ def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "new_tokens", "num_programs"])
-def _plan_longest_first(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seqs, window,
+def _plan_longest_first(seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window,
                         new_tokens, num_programs, HEADS: tl.constexpr, TILE: tl.constexpr,
                         WINDOW: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr):
     j = tl.arange(0, SEQS)
-    _, _, tiles = _tiles(seq_lens_ptr, j, num_seqs, TILE, WINDOW, window, new_tokens)
+    _, _, _, tiles = _tiles(seq_lens_ptr, j, num_seqs, TILE, WINDOW, window, new_tokens)
     total = tl.sum(tiles.to(tl.int64), 0) * HEADS
     limit = tl.maximum(tl.cdiv(total, num_programs), 4).to(tl.int32)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    low, high, own_tiles = _tiles(seq_lens_ptr, i, num_seqs, TILE, WINDOW, window, new_tokens)
+    length, low, high, own_tiles = _tiles(seq_lens_ptr, i, num_seqs, TILE, WINDOW, window,
+                                          new_tokens)
     cuts = tl.cdiv(tiles, limit)
     own_cuts = tl.cdiv(own_tiles, limit)
     # Pairs that are cut come first, so that the kernel that joins them finds them there.
@@ -122,25 +126,28 @@ def _plan_longest_first(seq_lens_ptr, entries_ptr, pairs_ptr, count_ptr, num_seq
                                                  & (j[None, :] < i[:, None]))
     rank = tl.sum((before & (j < num_seqs)[None, :]).to(tl.int32), 1)
     start = tl.sum(tl.where(before, cuts[None, :], 0), 1) * HEADS
-    if tl.program_id(0) == 0:
-        tl.store(count_ptr, tl.sum(cuts, 0) * HEADS)
     exists = i < num_seqs
-    length = high - low
+    own_length = high - low
     for piece in range(tl.max(own_cuts, 0) * HEADS):
         head = piece // tl.maximum(own_cuts, 1)
         cut = piece % tl.maximum(own_cuts, 1)
         mask = exists & (piece < own_cuts * HEADS)
-        first = low + (cut.to(tl.int64) * length // tl.maximum(own_cuts, 1)).to(tl.int32)
-        end = low + ((cut + 1).to(tl.int64) * length // tl.maximum(own_cuts, 1)).to(tl.int32)
+        first = low + (cut.to(tl.int64) * own_length // tl.maximum(own_cuts, 1)).to(tl.int32)
+        end = low + ((cut + 1).to(tl.int64) * own_length // tl.maximum(own_cuts, 1)).to(tl.int32)
         entry = start + piece
         _write(entries_ptr + entry * 8, i, head, first, end, tl.where(own_cuts > 1, entry, -1),
-               tl.full([BLOCK], -1, tl.int32), mask)
+               tl.full([BLOCK], -1, tl.int32), length, mask)
         pair = pairs_ptr + (rank * HEADS + head) * 4
         begins = mask & (cut == 0)
         tl.store(pair, i, mask=begins)
         tl.store(pair + 1, head, mask=begins)
         tl.store(pair + 2, entry, mask=begins)
         tl.store(pair + 3, own_cuts, mask=begins)
+    # The rest of the grid, num_programs + num_seqs * HEADS entries, has no work.
+    entry = tl.sum(cuts, 0) * HEADS + i
+    while tl.min(entry, 0) < num_programs + num_seqs * HEADS:
+        tl.store(entries_ptr + entry * 8, -1, mask=entry < num_programs + num_seqs * HEADS)
+        entry += tl.num_programs(0) * BLOCK
 
 
 class DecodePlan:
@@ -180,7 +187,6 @@ class DecodePlan:
         self.max_entries = self.num_programs + pairs
         self.entries = torch.zeros(self.max_entries, FIELDS, dtype=torch.int32, device=device)
         self.pairs = torch.zeros(pairs, 4, dtype=torch.int32, device=device)
-        self.count = torch.zeros(1, dtype=torch.int32, device=device)
         self.partial = torch.empty(self.max_entries, columns, head_dim_v, device=device)
         self.partial_lse = torch.empty(self.max_entries, columns, device=device)
         self.num_seqs = 0
@@ -228,7 +234,7 @@ class DecodePlan:
         kernel = _plan_flat if self.flat else _plan_longest_first
         items = self.num_programs + self.num_pairs if self.flat else self.num_seqs
         kernel[(triton.cdiv(items, _BLOCK),)](
-            seq_lens, self.entries, self.pairs, self.count, self.num_seqs,
+            seq_lens, self.entries, self.pairs, self.num_seqs,
             self.sliding_window or 0, self.max_seqlen_q, self.num_programs,
             HEADS=self.num_kv_heads, TILE=self.config.tile, WINDOW=self.sliding_window is not None,
             SEQS=max(16, triton.next_power_of_2(self.num_seqs)), BLOCK=_BLOCK, num_warps=4)

@@ -1,8 +1,9 @@
 """Vectorised ``store`` and ``attend`` in torch: the CPU backend, and the arithmetic spelled out.
 
-Sequences with few new tokens (decode) are padded into one batch for each number of new tokens;
-a longer chunk of new tokens is attended on its own, so a prompt costs what one call of
-scaled_dot_product_attention costs. Softcap, sinks and FP8 arithmetic, which that function cannot
+Sequences with few new tokens (decode) are padded into one batch for each number of new tokens and
+attended in the order in which the pages hold V, since putting V's tokens in order takes longer than
+all the rest. A longer chunk of new tokens is attended on its own, so a prompt costs what one call
+of scaled_dot_product_attention costs. Softcap, sinks and FP8 arithmetic, which that function cannot
 express, take the written-out softmax.
 """
 
@@ -12,7 +13,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from .layout import GROUP, POSITION, v_to_tokens
+from .layout import GROUP, POSITION, TOKEN, v_to_tokens
 from .scale import E4M3, Fp8Format, dequantize, get_format, quantize
 
 MAX_DECODE_TOKENS = 8
@@ -72,13 +73,13 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
         new = min(starts[seq + 1] - starts[seq], seq_len)
         if new > MAX_DECODE_TOKENS:
             chunk = slice(starts[seq + 1] - new, starts[seq + 1])
-            out[chunk] = _attend_batch(query[None, chunk], pages, [seq], [seq_len], attention)[0]
+            out[chunk] = _attend_chunk(query[chunk], pages, seq, seq_len, attention)
         elif new > 0:
             by_length.setdefault(new, []).append(seq)
     for new, seqs in by_length.items():
         ends = torch.tensor([starts[seq + 1] for seq in seqs], device=query.device)
         rows = ends[:, None] - new + torch.arange(new, device=query.device)
-        result = _attend_batch(query[rows], pages, seqs, [lens[seq] for seq in seqs], attention)
+        result = _attend_few(query[rows], pages, seqs, [lens[seq] for seq in seqs], attention)
         out[rows] = result.to(out.dtype)
 
 
@@ -105,117 +106,185 @@ class Pages:
     v_scale: torch.Tensor | None
     fmt: Fp8Format
 
-    def gather(self, seqs: list[int], first: list[int], lens: list[int], dtype: torch.dtype,
-               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """K and V of tokens first..len of some sequences, dequantised, from whole pages.
+    def rows(self, seqs: list[int], first_page: list[int], num_tokens: list[int]) -> torch.Tensor:
+        """Where some sequences' pages lie, from their first page that is wanted to their last.
 
         Returns:
-            K `[batch, num_kv_heads, num_keys, head_dim_k]`, V likewise, both with zeros for the
-            tokens outside first..len, and the tokens' positions `[batch, num_keys]`.
+            Indices into pages and heads flattened, `[batch * num_kv_heads * num_pages]`; the pages
+            of all sequences are as many as the longest has.
         """
         _, num_kv_heads, page_size, _ = self.k.shape
-        first_page = [start // page_size for start in first]
-        width = max(end - page * page_size for end, page in zip(lens, first_page, strict=True))
+        last_page = [(n - 1) // page_size for n in num_tokens]
+        width = max(last - first for first, last in zip(first_page, last_page, strict=True)) + 1
         device = self.k.device
-        seq, end, page0 = torch.tensor([seqs, lens, first_page], device=device)[:, :, None]
-        columns = page0 + torch.arange(-(-width // page_size), device=device)
-        # Beyond a sequence's last page the table holds anything: read the last page again.
-        pages = self.block_table[seq, columns.clamp(max=(end - 1) // page_size)].long()
+        if len(seqs) == 1:
+            pages = self.block_table[seqs[0], None, first_page[0]:first_page[0] + width]
+        else:
+            table = torch.tensor([seqs, first_page, last_page], device=device)
+            seq, first, last = table[:, :, None]
+            columns = first + torch.arange(width, device=device)
+            # Beyond a sequence's last page the table holds anything: read the last page again.
+            pages = self.block_table[seq, columns.minimum(last)]
         heads = torch.arange(num_kv_heads, device=device)[:, None]
-        rows = (pages[:, None] * num_kv_heads + heads).flatten()  # batch, head, page
+        return (pages[:, None] * num_kv_heads + heads).flatten()
+
+    def gather(self, seq: int, first: int, end: int, dtype: torch.dtype,
+               ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of tokens first..end of a sequence as `[num_kv_heads, tokens, head_dim]`."""
+        _, num_kv_heads, page_size, _ = self.k.shape
+        page = first // page_size
+        rows = self.rows([seq], [page], [end])
         k = self.k.flatten(0, 1).index_select(0, rows)
         v = v_to_tokens(self.v.flatten(0, 1).index_select(0, rows))
-        k, v = (x.view(len(seqs), num_kv_heads, -1, x.shape[-1])[:, :, :width] for x in (k, v))
-        for b, page in enumerate(first_page):
-            start, stop = first[b] - page * page_size, lens[b] - page * page_size
-            for x in (k, v):
-                x[b, :, :start] = 0
-                x[b, :, stop:] = 0
-        positions = page0 * page_size + torch.arange(width, device=device)
-        return self._values(k, self.k_scale, dtype), self._values(v, self.v_scale, dtype), positions
+        k, v = (x.view(num_kv_heads, -1, x.shape[-1]) for x in (k, v))
+        k, v = (x[:, first - page * page_size:end - page * page_size] for x in (k, v))
+        return self._values(k, self.k_scale, dtype), self._values(v, self.v_scale, dtype)
 
     def _values(self, x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype,
                 ) -> torch.Tensor:
-        """Page entries `[batch, heads, tokens, dim]` as values."""
+        """Page entries `[heads, tokens, dim]` as values."""
         if x.dtype != torch.uint8:
             return x.to(dtype)
         return _decode(x, None if scale is None else scale[:, None], self.fmt).to(dtype)
 
 
-def _attend_batch(query: torch.Tensor, pages: Pages, seqs: list[int], lens: list[int],
-                  attention: Attention) -> torch.Tensor:
-    """Attend sequences that have equally many new tokens, at most as many as tokens.
+def _attend_few(query: torch.Tensor, pages: Pages, seqs: list[int], lens: list[int],
+                attention: Attention) -> torch.Tensor:
+    """Attend sequences that have equally many and few new tokens, in float32.
 
     Args:
         query: `[batch, num_new, num_q_heads, head_dim_k]`.
 
     Returns:
-        `[batch, num_new, num_q_heads, head_dim_v]`.
+        `[batch, num_new, num_q_heads, head_dim_v]`, float32.
     """
-    num_new = query.shape[1]
-    window = attention.sliding_window
+    batch, num_new = query.shape[:2]
+    num_kv_heads, page_size = pages.k.shape[1:3]
+    window, device = attention.sliding_window, query.device
     first = [0 if window is None else max(0, end - num_new - window + 1) for end in lens]
-    k, v, positions = pages.gather(seqs, first, lens, query.dtype)
+    first_page = [start // page_size for start in first]
+    rows = pages.rows(seqs, first_page, lens)
+    k = pages.k.flatten(0, 1).index_select(0, rows).view(batch, num_kv_heads, -1, query.shape[-1])
+    v = pages.v.flatten(0, 1).index_select(0, rows).view(batch, num_kv_heads, -1,
+                                                         *pages.v.shape[3:])
+    for b, page in enumerate(first_page):
+        _blank(v[b], first[b] - page * page_size, lens[b] - page * page_size)
+    k, v = (_decode(x, None, pages.fmt) if x.dtype == torch.uint8 else x.float() for x in (k, v))
+    # [batch, num_kv_heads, group * num_new, head_dim]: all that read the same K and V.
+    q = query.float().unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    q = q * (attention.scale if pages.k_scale is None else
+             attention.scale * pages.k_scale[:, None, None])
+    s = (q @ k.transpose(2, 3)).unflatten(2, (-1, num_new))
+    # Positions are counted from the first page that was read.
+    ends = [end - page * page_size for end, page in zip(lens, first_page, strict=True)]
+    last = torch.tensor(ends, device=device)[:, None] + torch.arange(-num_new, 0, device=device)
+    last, position = last[:, :, None], torch.arange(k.shape[2], device=device)
+    mask = position <= last  # [batch, num_new, num_keys]
+    if window is not None:
+        mask &= position > last - window
+    p, total = _softmax(s, mask, attention)
+    # The tokens of a group of 16 in V's order, then one small product for each group.
+    p = p.flatten(2, 3).unflatten(3, (-1, GROUP)).index_select(4, _v_order(device))
+    o = (p.transpose(2, 3) @ v.transpose(3, 4)).sum(2) / total.flatten(2, 3)
+    if pages.v_scale is not None:
+        o = o * pages.v_scale[:, None, None]
+    return o.unflatten(2, (-1, num_new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _blank(v: torch.Tensor, start: int, stop: int) -> None:
+    """Zero tokens before `start` and from `stop` of V as pages hold it, `[num_kv_heads, groups,
+    head_dim, 16]`: they may be anything, NaN too, and a probability of 0 does not cancel that."""
+    for group, outside in ((start // GROUP, range(start % GROUP)),
+                           (stop // GROUP, range(stop % GROUP, GROUP))):
+        if len(outside) not in (0, GROUP):
+            v[:, group, :, [POSITION[token] for token in outside]] = 0
+    v[:, :start // GROUP] = 0
+    v[:, -(-stop // GROUP):] = 0
+
+
+@cache
+def _v_order(device: torch.device) -> torch.Tensor:
+    """The token at each position of a group."""
+    return torch.tensor(TOKEN, device=device)
+
+
+def _attend_chunk(query: torch.Tensor, pages: Pages, seq: int, seq_len: int, attention: Attention,
+                  ) -> torch.Tensor:
+    """Attend a chunk of new tokens of one sequence.
+
+    Args:
+        query: `[num_new, num_q_heads, head_dim_k]`, at most as many as tokens.
+
+    Returns:
+        `[num_new, num_q_heads, head_dim_v]`.
+    """
+    num_new, window = query.shape[0], attention.sliding_window
+    first = 0 if window is None else max(0, seq_len - num_new - window + 1)
+    k, v = (x[None] for x in pages.gather(seq, first, seq_len, query.dtype))
     num_kv_heads, num_keys = k.shape[1], k.shape[2]
-    # [batch, num_kv_heads, group, num_new, head_dim]: heads of a group read the same K and V.
-    q = query.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    # [1, num_kv_heads, group, num_new, head_dim]: heads of a group read the same K and V.
+    q = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)[None]
     written_out = (attention.softcap is not None or attention.sinks is not None
                    or attention.quantize_p)
-    # Every query sees every key, or causality is all there is to mask.
-    whole = set(lens) == {num_keys} and (window is None or window >= num_keys)
-    if whole and num_new in (1, num_keys) and not written_out:
-        o = _sdpa(q, k, v, None, attention.scale)
+    # Causality is all there is to mask.
+    if num_new == num_keys and (window is None or window >= num_keys) and not written_out:
+        o = _sdpa(q, k, v, None, attention)
     else:
-        last = torch.tensor(lens, device=q.device)[:, None] - num_new
-        last = (last + torch.arange(num_new, device=q.device))[:, :, None]
-        mask = positions[:, None, :] <= last  # [batch, num_new, num_keys]
+        last = torch.arange(num_keys - num_new, num_keys, device=q.device)[:, None]
+        position = torch.arange(num_keys, device=q.device)
+        mask = position <= last  # [num_new, num_keys]
         if window is not None:
-            mask &= positions[:, None, :] > last - window
-        if written_out:
-            o = _softmax_attention(q, k, v, mask, attention)
-        else:
-            o = _sdpa(q, k, v, mask, attention.scale)
-    return o.permute(0, 3, 1, 2, 4).flatten(2, 3)
+            mask &= position > last - window
+        attend_masked = _softmax_attention if written_out else _sdpa
+        o = attend_masked(q, k, v, mask[None], attention)
+    return o[0].permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-          scale: float) -> torch.Tensor:
-    """torch's attention; K and V are expanded over the heads of a group without a copy.
-
-    Without a mask there is one query, or one for each key and attention is causal.
-    """
-    batch, num_kv_heads, group, num_new, _ = q.shape
-    k, v = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
-    if mask is not None:
-        mask = mask[:, None].expand(-1, num_kv_heads, -1, -1).flatten(0, 1)[:, None]
-    o = F.scaled_dot_product_attention(q.flatten(0, 1), k, v, attn_mask=mask, scale=scale,
-                                       is_causal=mask is None and num_new > 1)
-    return o.unflatten(0, (batch, num_kv_heads))
+          attention: Attention) -> torch.Tensor:
+    """torch's attention; K and V are expanded over the heads of a group without a copy. Without a
+    mask there is one query for each key and attention is causal."""
+    group = q.shape[2]
+    k, v = (x[0, :, None].expand(-1, group, -1, -1) for x in (k, v))
+    return F.scaled_dot_product_attention(q[0], k, v, attn_mask=mask, scale=attention.scale,
+                                          is_causal=mask is None)[None]
 
 
 def _softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor,
                        attention: Attention) -> torch.Tensor:
     """Attention with softcap, sinks and FP8 probabilities, float32, some query rows at a time."""
-    batch, num_kv_heads, group, num_new, _ = q.shape
+    _, num_kv_heads, group, num_new, _ = q.shape
     dtype = q.dtype
-    q, k, v = q.float(), k.float()[:, :, None], v.float()[:, :, None]
-    rows = max(1, MAX_SCORES // (batch * num_kv_heads * group * k.shape[3]))
+    q, k, v = q.float() * attention.scale, k.float()[:, :, None], v.float()[:, :, None]
+    rows = max(1, MAX_SCORES // (num_kv_heads * group * k.shape[3]))
     parts = []
     for start in range(0, num_new, rows):
-        s = q[..., start:start + rows, :] @ k.transpose(-1, -2) * attention.scale
-        if attention.softcap:
-            s = attention.softcap * torch.tanh(s / attention.softcap)
-        s = s.masked_fill(~mask[:, None, None, start:start + rows], float("-inf"))
-        largest = s.amax(-1, keepdim=True)
-        p = torch.exp(s - largest)
-        total = p.sum(-1, keepdim=True)
-        if attention.sinks is not None:
-            sinks = attention.sinks.float().view(num_kv_heads, group, 1, 1)
-            total = total + torch.exp(sinks - largest)
-        if attention.quantize_p:
-            p = _decode(quantize(p * P_SCALE, None), None, E4M3) / P_SCALE
+        s = q[..., start:start + rows, :] @ k.transpose(-1, -2)
+        p, total = _softmax(s, mask[:, start:start + rows], attention)
         parts.append(p @ v / total)
     return torch.cat(parts, 3).to(dtype)
+
+
+def _softmax(s: torch.Tensor, mask: torch.Tensor, attention: Attention,
+             ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities, before they are divided by the second tensor, their sum.
+
+    Args:
+        s: scaled scores, `[batch, num_kv_heads, group, num_new, num_keys]`, overwritten.
+        mask: `[batch, num_new, num_keys]`, True where a query sees a key.
+    """
+    if attention.softcap:
+        s = torch.tanh(s / attention.softcap).mul_(attention.softcap)
+    s = s.masked_fill_(~mask[:, None, None], float("-inf"))
+    largest = s.amax(-1, keepdim=True)
+    p = s.sub_(largest).exp_()
+    total = p.sum(-1, keepdim=True)
+    if attention.sinks is not None:
+        sinks = attention.sinks.float().view(s.shape[1], s.shape[2], 1, 1)
+        total = total + torch.exp(sinks - largest)
+    if attention.quantize_p:
+        p = _decode(quantize(p * P_SCALE, None), None, E4M3) / P_SCALE
+    return p, total
 
 
 def _decode(codes: torch.Tensor, scale: torch.Tensor | None, fmt: Fp8Format) -> torch.Tensor:

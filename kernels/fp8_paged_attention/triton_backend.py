@@ -24,7 +24,7 @@ USE_GLUON = True
 """Whether Hopper decodes with its own kernel (False: with plain Triton's, to compare them)."""
 
 ACCURATE, FP8, WIDE = 0, 1, 2
-JOINED_PIECES = 32
+JOINED_PIECES = 64
 
 
 def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
@@ -86,8 +86,8 @@ def _decode(tensors: tuple, layer: tuple, constants: dict[str, Any], plan: Decod
     width = column_block(columns, constants["DV_PAD"], smallest)
     pdl = {"launch_pdl": True} if machine.has_pdl else {}
     kernel[(plan.grid, triton.cdiv(columns, width))](
-        query, k_pages, v_pages, out, plan.partial, plan.partial_lse, plan.entries, plan.count,
-        *layer, **constants, MAX_NEW=plan.max_seqlen_q, COLUMNS=width, TILE=plan.config.tile,
+        query, k_pages, v_pages, out, plan.partial, plan.partial_lse, plan.entries, layer[0],
+        *layer[2:], **constants, MAX_NEW=plan.max_seqlen_q, COLUMNS=width, TILE=plan.config.tile,
         STAGES=plan.config.num_stages, MODE=mode, DOT=dot_dtype(k_pages.dtype, machine),
         QUANTIZE=mode == WIDE and arithmetic == "fp8", PDL=machine.has_pdl,
         num_warps=plan.config.num_warps, **pdl)
