@@ -16,12 +16,14 @@ _LAZY = {
     "ScaleSet": "fp8calib.scales",
     "calibrate": "fp8calib.calibration",
     "inspect": "fp8calib.checkpoint",
+    "verify": "fp8calib.evaluation",
 }
-__all__ = ["LLM", "SamplingParams", "ScaleSet", "__version__", "calibrate", "inspect"]
+__all__ = ["LLM", "SamplingParams", "ScaleSet", "__version__", "calibrate", "inspect", "verify"]
 
 if TYPE_CHECKING:
     from fp8calib.calibration import calibrate
     from fp8calib.checkpoint import inspect
+    from fp8calib.evaluation import verify
     from fp8calib.runtime.llm import LLM
     from fp8calib.runtime.sampling_params import SamplingParams
     from fp8calib.scales import ScaleSet

@@ -81,4 +81,11 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-from fp8calib.cli import calibrate, inspect, models, run  # noqa: E402, F401  (they register themselves)
+from fp8calib.cli import (  # noqa: E402  (they register themselves)
+    calibrate,  # noqa: F401
+    inspect,  # noqa: F401
+    models,  # noqa: F401
+    rescale,  # noqa: F401
+    run,  # noqa: F401
+    verify,  # noqa: F401
+)

@@ -1,0 +1,107 @@
+"""Which cache formats `verify` compares, and which of them will be served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp8calib.runtime.kv_cache_dtype import NATIVE_WORDS, choose_kv_format
+from fp8calib.runtime.kv_format import Arithmetic, KVFormat
+from fp8calib.scales import ScaleSet
+
+if TYPE_CHECKING:
+    from fp8calib.runtime.loader import LoadedModel
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One cache format to judge: `key` names it in JSON, `title` for a person. The gates apply to
+    those that are `gated`."""
+
+    key: str
+    title: str
+    kv_format: KVFormat
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The variants, the first of them native. `skip_layers` stay native in the FP8 ones, in the
+    form of vLLM's flag; `recorded` says whether that list comes from the checkpoint."""
+
+    variants: list[Variant]
+    skip_layers: list[str]
+    recorded: bool
+    warnings: list[str]
+
+
+def plan_variants(
+    loaded: LoadedModel,
+    kv_cache_dtype: str = "auto",
+    skip_layers: Sequence[str | int] | None = None,
+    attention: Arithmetic | None = None,
+    missing_scales: str = "refuse",
+    assume_skip_flag: bool = False,
+) -> Plan:
+    """What there is to compare for a model or a calibrated checkpoint.
+
+    Options are those of `choose_kv_format`, with two defaults of their own: `auto` is FP8 for every
+    model (what would FP8 cost?), and `attention` None is what vLLM will do: "fp8" with a q_scale.
+
+    Raises:
+        UserError: as choose_kv_format does.
+    """
+    word = "fp8" if kv_cache_dtype == "auto" else kv_cache_dtype
+    choice = choose_kv_format(loaded, word, skip_layers, attention or "accurate", missing_scales)
+    chosen, warnings = choice.kv_format, list(choice.warnings)
+    native_format = KVFormat(loaded.model.dtype)
+    native = Variant("native", f"native ({native_format.describe(loaded.layers)})", native_format)
+    if word in NATIVE_WORDS:
+        return Plan([native, Variant(word, f"{word} cache", chosen, True)], [], False, warnings)
+
+    if chosen.scales is not None and loaded.checkpoint.strategy is None:
+        warnings.append(
+            "config.json declares no kv_cache_scheme: vLLM ignores these scales and runs at 1.0"
+        )
+    if attention is None and chosen.scales is not None and chosen.scales.has_query:
+        chosen = replace(chosen, arithmetic="fp8")
+    if chosen.scales is not None and _all_ones(chosen.scales):
+        chosen = replace(chosen, scales=None)
+    variants = [native, *_fp8_variants(chosen, "fp8" if word == "fp8_e4m3" else word)]
+    served = variants[-1] = replace(variants[-1], gated=True)
+    if choice.recorded and not assume_skip_flag:
+        everywhere = KVFormat.fp8(loaded.layers, chosen.native).fp8_layers
+        forgotten = replace(served.kv_format, fp8_layers=everywhere)
+        variants.append(
+            Variant("without_skip_flag", "the same without the skip flag", forgotten, True)
+        )
+    return Plan(variants, choice.skip_layers, choice.recorded, warnings)
+
+
+def _fp8_variants(chosen: KVFormat, word: str) -> list[Variant]:
+    """Scale 1.0, the scales in use, and these with FP8 attention; the last one is `chosen`."""
+    plain = replace(chosen, arithmetic="accurate")
+    key, title = "scale_1", f"{word} at scale 1.0"
+    variants = [Variant(key, title, replace(plain, scales=None))]
+    if chosen.scales is not None:
+        value = _constant(chosen.scales)
+        key = "calibrated"
+        title = f"{word} calibrated" if value is None else f"{word} at constant scale {value:g}"
+        variants.append(Variant(key, title, plain))
+    if chosen.arithmetic == "fp8":
+        variants.append(Variant(f"{key}_fp8_attention", f"{title}, fp8 attention", chosen))
+    return variants
+
+
+def _all_ones(scales: ScaleSet) -> bool:
+    return all((value == 1).all() for layer in scales.layers.values() for _, value in layer.items())
+
+
+def _constant(scales: ScaleSet) -> float | None:
+    """The one value that every K and V scale has, as exporters that only cast write it."""
+    values = [value for layer in scales.layers.values() for value in (layer.k, layer.v)]
+    same = np.unique(np.concatenate(values))
+    return float(same[0]) if same.size == 1 and len(scales.layers) > 1 else None
