@@ -41,10 +41,8 @@ KERNELS = {
     "store_groups": ("store_pages", "_store_groups", {
         "HEADS": 8, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "PAGE": 128,
         "K_SCALE": True, "V_SCALE": True, "FORMAT": 1, "CAST": True, "ROWS": 32}),
-    "plan_flat": ("plan", "_plan_flat", {"HEADS": 8, "TILE": 128, "WINDOW": True, "SEQS": 64,
-                                         "BLOCK": 16}),
-    "plan_longest_first": ("plan", "_plan_longest_first", {
-        "HEADS": 8, "TILE": 128, "WINDOW": True, "SEQS": 512, "BLOCK": 16}),
+    "plan": ("plan", "_plan_kernel", {"HEADS": 8, "TILE": 128, "WINDOW": True, "SEQS": 64,
+                                      "BLOCK": 16, "MANY": False}),
 }
 PAGES = {0: "*bf16", 1: "*fp8e4nv", 2: "*fp8e5"}
 INSTRUCTIONS = ("QGMMA", "HGMMA", "HMMA", "LDGSTS", "LDSM", "PRMT", "SHFL", "F2FP", "BAR.SYNC")

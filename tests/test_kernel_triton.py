@@ -175,13 +175,13 @@ def test_c14_error_does_not_jump_at_a_boundary(length):
 
 def test_many_sequences_are_planned_longest_first(monkeypatch):
     from fp8_paged_attention import plan
-    monkeypatch.setattr(plan, "LONGEST_FIRST_PAIRS", 8)
+    monkeypatch.setattr(plan, "MANY_PAIRS", 8)
     lengths = [33, 0, 1, 700, 64, 5]
     case = case_of(seq_lens=lengths, new_tokens=[1] * 6, dims=(SMALL, SMALL))
     table = fpa.DecodePlan(case.tensors["k_pages"], case.tensors["v_pages"], num_q_heads=4,
                            max_num_seqs=6)
     table.update(case.tensors["seq_lens"])
-    assert not table.flat
+    assert table.many
     entries = table.entries[table.entries[:, 0] >= 0]
     assert entries[:, 0].unique().tolist() == list(range(6))
     assert entries[0, 0] == 3  # the longest first
@@ -193,7 +193,7 @@ def test_one_plan_follows_changing_lengths():
     case = case_of(seq_lens=[97, 64, 31], new_tokens=[1] * 3, dims=(SMALL, SMALL))
     plan = fpa.DecodePlan(case.tensors["k_pages"], case.tensors["v_pages"], num_q_heads=4,
                           max_num_seqs=4)
-    for lengths in ([97, 64, 31], [1, 0, 17], [96, 33, 2]):
+    for lengths in ([97, 64, 31], [1, 0, 17], [96, 33, 2], [97, 1, 1]):
         lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         plan.update(lens)
         out = attend(case, seq_lens=lens, plan=plan)

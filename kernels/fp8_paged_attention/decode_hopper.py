@@ -50,6 +50,23 @@ def is_supported(machine: Hardware, head_dims: tuple[int, int], tile: int) -> bo
 
 
 @gluon.constexpr_function
+def _k_copy(tile, head_dim, entry_bytes):
+    """Threads that copy K `[tile, head_dim]`, 16 bytes each, along a row, then across rows.
+
+    Rows r and r + 8 hold neighbouring tokens: they go to neighbouring threads, so that rows of 64
+    bytes still make whole 128-byte lines of memory.
+    """
+    vector = 16 // entry_bytes
+    columns = [1 << i for i in range(head_dim.bit_length() - 1)]
+    rows = [r for r in (8, 1, 2, 4, 16, 32, 64) if r < tile]
+    along = [c for c in columns if c >= vector]
+    threads = [*([0, c] for c in along), *([r, 0] for r in rows)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*([0, c] for c in columns if c < vector), *threads[7:]],
+        lane_bases=threads[:5], warp_bases=threads[5:7], block_bases=[], shape=[tile, head_dim])
+
+
+@gluon.constexpr_function
 def _v_operand(tile, head_dim, entry_bytes):
     """Registers of the left operand `[head_dim, tile]`, by groups `[tile/16, head_dim, 16]`.
 
@@ -92,46 +109,52 @@ def _in_order(p, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _pages(table, tile, j, live, TILE: gl.constexpr, PAGE: gl.constexpr):
-    """The page of a tile, or of each of the tokens j of a tile that spans pages."""
+def _pages(table, tile, begin, length, there, TILE: gl.constexpr, PAGE: gl.constexpr,
+           K_COPY: gl.constexpr, V_COPY: gl.constexpr):
+    """The page of a tile, twice; or of each row of K and each group of V, if it spans pages.
+
+    Pages without a live token may be anything: they become page 0.
+    """
     if PAGE >= TILE:
-        return gl.load(table + tile // (PAGE // TILE))
+        page = gl.maximum(gl.load(table + gl.maximum(tile, 0) // (PAGE // TILE), mask=there,
+                                  other=0), 0)
+        return page, page
     else:
-        return gl.load(table + tile * (TILE // PAGE) + j // PAGE, mask=live, other=0)
+        row = gl.arange(0, TILE, layout=gl.SliceLayout(1, K_COPY))
+        token = tile * TILE + _token_of_row(row, TILE)
+        live = (token < length) & (token >= begin) & there
+        k_page = gl.load(table + token // PAGE, mask=live, other=0)
+        group = gl.arange(0, TILE // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, V_COPY)))
+        token = tile * TILE + group * 16
+        live = (token < length) & (token + 16 > begin) & there
+        return k_page, gl.load(table + token // PAGE, mask=live, other=0)
 
 
 @gluon.jit
-def _copy_tile(k_smem, v_smem, k_ptr, v_ptr, table, tile, head, begin, length, there,
+def _copy_tile(k_smem, v_smem, k_ptr, v_ptr, k_page, v_page, tile, head, there,
                HEADS: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, DK_PAD: gl.constexpr,
                DV_PAD: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr,
-               K_COPY: gl.constexpr, V_COPY: gl.constexpr, page):
-    """Start copying tile ``tile`` if it is ``there``; ``page`` is its page if it lies in one."""
+               K_COPY: gl.constexpr, V_COPY: gl.constexpr):
+    """Start copying a tile if it is there."""
     row = gl.arange(0, TILE, layout=gl.SliceLayout(1, K_COPY))
     dk = gl.arange(0, DK_PAD, layout=gl.SliceLayout(0, K_COPY))
     group = gl.arange(0, TILE // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, V_COPY)))
     dv = gl.arange(0, DV_PAD, layout=gl.SliceLayout(0, gl.SliceLayout(2, V_COPY)))
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, V_COPY)))
     token = _token_of_row(row, TILE)
-    dv_i = gl.expand_dims(gl.expand_dims(dv * 16, 0), 2) + gl.expand_dims(
-        gl.expand_dims(i, 0), 1)
+    dv_i = (dv * 16)[None, :, None] + i[None, None, :]
     if PAGE >= TILE:
-        at = gl.maximum(page, 0).to(gl.int64) * HEADS + head  # before a window: anything
-        first = tile % (PAGE // TILE) * TILE
-        k_at = k_ptr + (at * PAGE + first) * DK + ((token * DK)[:, None] + dk[None, :])
-        v_offset = gl.expand_dims(gl.expand_dims(group * (DV * 16), 1), 2) + dv_i
-        v_at = v_ptr + (at * PAGE + first) * DV + v_offset
+        first = (k_page.to(gl.int64) * HEADS + head) * PAGE + tile % (PAGE // TILE) * TILE
+        k_at = k_ptr + first * DK + ((token * DK)[:, None] + dk[None, :])
+        v_at = v_ptr + first * DV + ((group * (DV * 16))[:, None, None] + dv_i)
     else:
-        live = (tile * TILE + token < length) & (tile * TILE + token >= begin)
-        k_page = _pages(table, tile, token, live & there, TILE, PAGE)
-        live = (tile * TILE + group * 16 < length) & (tile * TILE + group * 16 + 16 > begin)
-        v_page = _pages(table, tile, group * 16, live & there, TILE, PAGE)
         k_row = (k_page.to(gl.int64) * HEADS + head) * (PAGE * DK) + token % PAGE * DK
         v_group = (v_page.to(gl.int64) * HEADS + head) * (PAGE * DV)
         v_group += group % (PAGE // 16) * (DV * 16)
         k_at = k_ptr + k_row[:, None] + dk[None, :]
-        v_at = v_ptr + gl.expand_dims(gl.expand_dims(v_group, 1), 2) + dv_i
+        v_at = v_ptr + v_group[:, None, None] + dv_i
     _copy(k_smem, k_at, mask=(dk < DK)[None, :] & there)
-    _copy(v_smem, v_at, mask=gl.expand_dims(gl.expand_dims(dv < DV, 0), 2) & there)
+    _copy(v_smem, v_at, mask=(dv < DV)[None, :, None] & there)
     async_copy.commit_group()
 
 
@@ -171,10 +194,7 @@ def _decode_hopper_kernel(
     OFFSET: gl.constexpr = 0.0 if MODE == WIDE else 8.0
     WIDTH: gl.constexpr = 2 * COLUMNS if MODE == ACCURATE else COLUMNS
     K_DEPTH: gl.constexpr = 32 // BYTES
-    ROW: gl.constexpr = DK_PAD // VECTOR
-    ROW_THREADS: gl.constexpr = ROW if ROW < 32 else 32
-    K_COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ROW_THREADS, ROW_THREADS], [4, 1],
-                                            [1, 0])
+    K_COPY: gl.constexpr = _k_copy(TILE, DK_PAD, BYTES)
     V_COPY: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [1, 32 // BYTES, BYTES], [1, 4, 1],
                                             [2, 1, 0])
     K_SWIZZLE: gl.constexpr = DK_PAD * BYTES if DK_PAD * BYTES < 128 else 128
@@ -203,8 +223,7 @@ def _decode_hopper_kernel(
     dv = gl.arange(0, DV_PAD, layout=gl.SliceLayout(1, HALF))
     group = gl.arange(0, TILE // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, V_COPY)))
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, V_COPY)))
-    v_token = (gl.expand_dims(gl.expand_dims(group * 16, 1), 2) + gl.expand_dims(
-        gl.expand_dims(i // 2 % 2 * 8 + i // 4 * 2 + i % 2, 0), 1))
+    v_token = (group * 16)[:, None, None] + (i // 2 % 2 * 8 + i // 4 * 2 + i % 2)[None, None, :]
 
     entry = gl.program_id(0)
     if gl.load(entries_ptr + entry * 8) < 0:
@@ -226,20 +245,18 @@ def _decode_hopper_kernel(
         if WINDOW:
             begin = gl.maximum(length - new - window + 1, 0)
             unwindowed = length - window
-        last = gl.maximum(end - 1, 0)
-        page = 0
-        if PAGE >= TILE:
-            page = gl.load(table + gl.minimum(first, last) // (PAGE // TILE))
+        k_page, v_page = _pages(table, first, begin, length, first < end, TILE, PAGE, K_COPY,
+                                V_COPY)
         if PDL:
             gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32,
                                       is_pure=False, pack=1)
 
-        for s_i in gl.static_range(STAGES - 1):
-            _copy_tile(k_smem.index(s_i), v_smem.index(s_i), k_ptr, v_ptr, table, first + s_i, head,
-                       begin, length, first + s_i < end, HEADS, DK, DV, DK_PAD, DV_PAD, PAGE, TILE,
-                       K_COPY, V_COPY, page)
-            if PAGE >= TILE:
-                page = gl.load(table + gl.minimum(first + s_i + 1, last) // (PAGE // TILE))
+        for ring in gl.static_range(STAGES - 1):
+            _copy_tile(k_smem.index(ring), v_smem.index(ring), k_ptr, v_ptr, k_page, v_page,
+                       first + ring, head, first + ring < end, HEADS, DK, DV, DK_PAD, DV_PAD,
+                       PAGE, TILE, K_COPY, V_COPY)
+            k_page, v_page = _pages(table, first + ring + 1, begin, length,
+                                    first + ring + 1 < end, TILE, PAGE, K_COPY, V_COPY)
 
         scale = score_scale
         if K_SCALE:
@@ -308,11 +325,11 @@ def _decode_hopper_kernel(
             # The buffers copied into were read by the tile before, whose instructions have ended.
             ahead = tile + STAGES - 1
             _copy_tile(k_smem.index((ahead - first) % STAGES),
-                       v_smem.index((ahead - first) % STAGES), k_ptr, v_ptr, table, ahead, head,
-                       begin, length, ahead < end, HEADS, DK, DV, DK_PAD, DV_PAD, PAGE, TILE,
-                       K_COPY, V_COPY, page)
-            if PAGE >= TILE:
-                page = gl.load(table + gl.minimum(ahead + 1, last) // (PAGE // TILE))
+                       v_smem.index((ahead - first) % STAGES), k_ptr, v_ptr, k_page, v_page, ahead,
+                       head, ahead < end, HEADS, DK, DV, DK_PAD, DV_PAD, PAGE, TILE, K_COPY,
+                       V_COPY)
+            k_page, v_page = _pages(table, ahead + 1, begin, length, ahead + 1 < end, TILE, PAGE,
+                                    K_COPY, V_COPY)
             s = warpgroup_mma_wait(0, deps=[s_token])
             if MODE == ACCURATE:
                 s_hi, s_lo = _halves(s, HALF)

@@ -2,14 +2,16 @@
 
 A plan lives on the device and is remade by one small kernel from ``seq_lens``, so that one captured
 CUDA graph follows growing sequences. A *tile* is the number of tokens a program attends at a time.
-Two ways of sharing out the tiles of all (sequence, KV head) pairs among ``num_programs`` programs
-(as many as run at once):
+The T tiles of all (sequence, KV head) pairs are shared out among N programs (as many as run at
+once) in one of two ways:
 
-Flat, for few pairs: program c takes the tiles ``c*T/N .. (c+1)*T/N`` of all T in a row. Every
-program has the same work; a pair that reaches over several programs is put together afterwards.
+In pieces: one program for each pair, those with most tiles first, and pairs with more than a limit
+of tiles cut into equal pieces, which are put together afterwards. With many pairs the limit is T/N,
+so that few pairs are cut; with few pairs it is the smallest with which the pieces number at most N.
 
-Longest first, for many: one program for each pair, those with most tiles first, and only pairs with
-more than T/N tiles are cut into equal pieces. Nothing is put together for most pairs.
+Flat, for few pairs whose pieces would come out much larger than T/N: program c takes the tiles
+``c*T/N .. (c+1)*T/N`` of all in a row. All programs have the same work, but a program whose range
+crosses from one pair to the next starts twice.
 
 An entry of the plan is eight int32: sequence (-1: no work), KV head, first tile, end tile, slot of
 the partial result (-1: the pair is whole), the next entry of the same program (-1: none), the
@@ -23,8 +25,8 @@ import triton.language as tl
 from .device import hardware
 from .tuning import DecodeConfig, decode_config
 
-LONGEST_FIRST_PAIRS = 160
-"""From so many (sequence, KV head) pairs on, pairs are planned longest first."""
+MANY_PAIRS = 160
+"""From so many (sequence, KV head) pairs on, most pairs stay whole."""
 
 FIELDS = 8
 _BLOCK = 16
@@ -53,14 +55,12 @@ def _write(entry_ptr, sequence, head, first, end, slot, following, length, mask)
     tl.store(entry_ptr + 6, length, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window", "new_tokens", "num_programs"])
-def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tokens,
-               num_programs, HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-               SEQS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _flat(tiles, total, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tokens,
+          num_programs, HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+          SEQS: tl.constexpr, BLOCK: tl.constexpr):
     j = tl.arange(0, SEQS)
-    _, _, _, tiles = _tiles(seq_lens_ptr, j, num_seqs, TILE, WINDOW, window, new_tokens)
     ends = tl.cumsum(tiles, 0).to(tl.int64) * HEADS
-    total = tl.max(ends, 0)
     programs = tl.minimum(total, num_programs)
     # Entry i < num_programs begins program i's range; entry num_programs + p begins pair p.
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -106,14 +106,11 @@ def _plan_flat(seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_token
     tl.store(entry + 3, (to_program - from_program + 1).to(tl.int32), mask=pair_mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window", "new_tokens", "num_programs"])
-def _plan_longest_first(seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window,
-                        new_tokens, num_programs, HEADS: tl.constexpr, TILE: tl.constexpr,
-                        WINDOW: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _in_pieces(tiles, limit, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tokens,
+               num_entries, HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+               SEQS: tl.constexpr, BLOCK: tl.constexpr):
     j = tl.arange(0, SEQS)
-    _, _, _, tiles = _tiles(seq_lens_ptr, j, num_seqs, TILE, WINDOW, window, new_tokens)
-    total = tl.sum(tiles.to(tl.int64), 0) * HEADS
-    limit = tl.maximum(tl.cdiv(total, num_programs), 4).to(tl.int32)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     length, low, high, own_tiles = _tiles(seq_lens_ptr, i, num_seqs, TILE, WINDOW, window,
                                           new_tokens)
@@ -143,11 +140,40 @@ def _plan_longest_first(seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window,
         tl.store(pair + 1, head, mask=begins)
         tl.store(pair + 2, entry, mask=begins)
         tl.store(pair + 3, own_cuts, mask=begins)
-    # The rest of the grid, num_programs + num_seqs * HEADS entries, has no work.
+    # Other programs of the grid have no work.
     entry = tl.sum(cuts, 0) * HEADS + i
-    while tl.min(entry, 0) < num_programs + num_seqs * HEADS:
-        tl.store(entries_ptr + entry * 8, -1, mask=entry < num_programs + num_seqs * HEADS)
+    while tl.min(entry, 0) < num_entries:
+        tl.store(entries_ptr + entry * 8, -1, mask=entry < num_entries)
         entry += tl.num_programs(0) * BLOCK
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window", "new_tokens", "num_programs"])
+def _plan_kernel(seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tokens, num_programs,
+                 HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+                 SEQS: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr):
+    _, _, _, tiles = _tiles(seq_lens_ptr, tl.arange(0, SEQS), num_seqs, TILE, WINDOW, window,
+                            new_tokens)
+    total = tl.sum(tiles.to(tl.int64), 0) * HEADS
+    share = tl.cdiv(total, num_programs).to(tl.int32)
+    if MANY:
+        _in_pieces(tiles, tl.maximum(share, 4), seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs,
+                   window, new_tokens, num_programs + num_seqs * HEADS, HEADS, TILE, WINDOW, SEQS,
+                   BLOCK)
+    else:
+        low = share
+        high = tl.max(tiles, 0)
+        while low < high:  # the smallest limit with which the pieces fit the programs
+            limit = (low + high) // 2
+            fits = tl.sum(tl.cdiv(tiles, limit), 0) * HEADS <= num_programs
+            low = tl.where(fits, low, limit + 1)
+            high = tl.where(fits, limit, high)
+        fits = tl.sum(tl.cdiv(tiles, high), 0) * HEADS <= num_programs
+        if fits & (high <= share + 1):  # starting twice costs about as much as a tile
+            _in_pieces(tiles, high, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window,
+                       new_tokens, num_programs, HEADS, TILE, WINDOW, SEQS, BLOCK)
+        else:
+            _flat(tiles, total, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tokens,
+                  num_programs, HEADS, TILE, WINDOW, SEQS, BLOCK)
 
 
 class DecodePlan:
@@ -197,19 +223,19 @@ class DecodePlan:
         return self.num_seqs * self.num_kv_heads
 
     @property
-    def flat(self) -> bool:
-        """Whether the batch is shared out flat (else longest first)."""
-        return self.num_pairs < LONGEST_FIRST_PAIRS
+    def many(self) -> bool:
+        """Whether there are so many pairs that most stay whole."""
+        return self.num_pairs >= MANY_PAIRS
 
     @property
     def grid(self) -> int:
         """Programs to launch."""
-        return self.num_programs + (0 if self.flat else self.num_pairs)
+        return self.num_programs + (self.num_pairs if self.many else 0)
 
     @property
     def join_grid(self) -> int:
         """Pairs that may be cut: all, or those planned first (fewer than programs are cut)."""
-        return self.num_pairs if self.flat else min(self.num_pairs, self.num_programs)
+        return min(self.num_pairs, self.num_programs) if self.many else self.num_pairs
 
     def update(self, seq_lens: torch.Tensor) -> "DecodePlan":
         """Plan a batch.
@@ -231,13 +257,14 @@ class DecodePlan:
         self.num_seqs = len(seq_lens)
         if self.num_seqs == 0:
             return self
-        kernel = _plan_flat if self.flat else _plan_longest_first
-        items = self.num_programs + self.num_pairs if self.flat else self.num_seqs
-        kernel[(triton.cdiv(items, _BLOCK),)](
-            seq_lens, self.entries, self.pairs, self.num_seqs,
-            self.sliding_window or 0, self.max_seqlen_q, self.num_programs,
-            HEADS=self.num_kv_heads, TILE=self.config.tile, WINDOW=self.sliding_window is not None,
-            SEQS=max(16, triton.next_power_of_2(self.num_seqs)), BLOCK=_BLOCK, num_warps=4)
+        # Flat plans are made an entry at a time, pieces a sequence at a time.
+        items = self.num_seqs if self.many else self.num_programs + self.num_pairs
+        _plan_kernel[(triton.cdiv(items, _BLOCK),)](
+            seq_lens, self.entries, self.pairs, self.num_seqs, self.sliding_window or 0,
+            self.max_seqlen_q, self.num_programs, HEADS=self.num_kv_heads, TILE=self.config.tile,
+            WINDOW=self.sliding_window is not None,
+            SEQS=max(16, triton.next_power_of_2(self.num_seqs)), BLOCK=_BLOCK, MANY=self.many,
+            num_warps=4)
         return self
 
 
