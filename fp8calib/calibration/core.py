@@ -79,12 +79,14 @@ class Collector:
             if kind in self.kinds:
                 slot = (module.layer_idx, kind)
                 if slot not in self.statistics:
-                    self.statistics[slot] = RangeStatistics.empty(x.shape[1], device)
+                    self.statistics[slot] = RangeStatistics.empty(x.shape[1], x.device)
                 self.statistics[slot].observe(x, self._batch.texts, real)
         return plain_attention(module, query, key, value, attention_mask, **kwargs)
 
     def check_finite(self) -> None:
         """Raise DataError naming layer and text if a NaN or an infinity went by."""
+        if not self.statistics:
+            return
         seen = torch.cat([statistics.amax.cpu() for statistics in self.statistics.values()])
         if bool(torch.isfinite(seen).all()):
             return
@@ -98,9 +100,12 @@ class Collector:
                 )
 
     def ranges(self) -> dict[int, LayerRanges]:
+        """What was seen, by layer and kind, in the order of layers, then q, k, v."""
         found: dict[int, LayerRanges] = {}
-        for (layer, kind), statistics in self.statistics.items():
-            found.setdefault(layer, {})[kind] = statistics.numpy()
+        for layer, kind in sorted(
+            self.statistics, key=lambda slot: (slot[0], KINDS.index(slot[1]))
+        ):
+            found.setdefault(layer, {})[kind] = self.statistics[layer, kind].numpy()
         return found
 
 
@@ -109,7 +114,7 @@ def calibration_pass(
     model: PreTrainedModel,
     batches: Iterable[Batch],
     collector: Collector,
-    on_batch: Callable[[Batch], None] = lambda batch: None,
+    on_batch: Callable[[Batch], None] | None = None,
 ) -> None:
     """Run every batch through `model` up to its head and let `collector` observe.
 
@@ -122,7 +127,8 @@ def calibration_pass(
             collector.start(batch)
             decoder(**_inputs(batch, model.device), use_cache=False)
             collector.check_finite()
-            on_batch(batch)
+            if on_batch is not None:
+                on_batch(batch)
 
 
 def _inputs(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:

@@ -12,10 +12,13 @@ from fp8calib.architectures import check_architecture
 from fp8calib.calibration import record
 from fp8calib.calibration.findings import data_findings, range_findings
 from fp8calib.calibration.observers import make_scales, share_ranges
+from fp8calib.calibration.progress_file import discard, fingerprint
+from fp8calib.calibration.ranks import Ranks, check_agreement, first_alone, ranks
 from fp8calib.calibration.report import KindReport, kind_reports
 from fp8calib.checkpoint import check_output, check_source, serve_command, write_checkpoint
 from fp8calib.checkpoint.folder import check_room, scratch
 from fp8calib.data import TokenData, default_dataset, load_data
+from fp8calib.errors import UserError
 from fp8calib.layers import LayerSpec, resolve_skip_layers
 from fp8calib.models import resolve_model
 from fp8calib.recipe import Calibration, Recipe
@@ -73,6 +76,8 @@ def calibrate(
     overwrite: bool = False,
     overwrite_scales: bool = False,
     dry_run: bool = False,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
     trust_remote_code: bool = False,
     **options: Any,
 ) -> CalibrationResult:
@@ -88,45 +93,101 @@ def calibrate(
         overwrite: replace an earlier checkpoint at `output`.
         overwrite_scales: leave out KV-cache scales that `model` has, instead of refusing it.
         dry_run: check everything that can be checked without loading weights, write nothing.
+        checkpoint_every: save what was observed every so many batches.
+        resume: go on from what was saved so.
         trust_remote_code: run model code that comes with the checkpoint.
         options: keys of the recipe's calibration section (see `fp8calib.recipe.Calibration`) that
             override it, e.g. ``strategy="attn_head"``, ``dataset="data.jsonl"``, ``samples=64``.
+
+    Under torchrun every process calls this and observes its share of the data; the first writes.
 
     Raises:
         UserError: anything in the model, the data or the options that stands in the way; nothing
             has been written then.
     """
     recipe = (recipe or Recipe()).with_options(**options)
-    model = str(model)
+    how = _How(
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        link=link,
+        overwrite=overwrite,
+        overwrite_scales=overwrite_scales,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+    )
+    with ranks() as mine:
+        how = replace(how, device=mine.device(device))
+        plan, source = _prepare(str(model), output, recipe, how, mine)
+        if dry_run:
+            return replace(plan, output=None)
+        if recipe.llmcompressor is None:
+            return _calibrate_kv(plan, source, how, mine)
+        return _quantize_first(plan, source, how, mine)
+
+
+@dataclass(frozen=True)
+class _How:
+    """`calibrate`'s options that are no part of a recipe; see there."""
+
+    device: str
+    dtype: str
+    trust_remote_code: bool
+    link: bool
+    overwrite: bool
+    overwrite_scales: bool
+    checkpoint_every: int | None
+    resume: bool
+
+    @property
+    def load(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
+def _prepare(
+    model: str, output: str | Path | None, recipe: Recipe, how: _How, mine: Ranks
+) -> tuple[CalibrationResult, Path]:
+    """Everything that can be checked without loading weights, and the data."""
     asked = recipe.calibration
     target = Path(output) if output is not None else default_output(model, asked.strategy)
-    source = resolve_model(model)
-    check_output(target, overwrite, source)
-    checkpoint = check_source(source, overwrite_scales)
-    check_architecture(checkpoint.config)
-    if not link:
-        check_room(target, checkpoint.weight_files)
-    data = _load_data(model, source, asked, trust_remote_code)
+    with first_alone(mine):
+        source = resolve_model(model)
+        check_output(target, how.overwrite, source)
+        checkpoint = check_source(source, how.overwrite_scales)
+        check_architecture(checkpoint.config)
+        if not how.link:
+            check_room(target, checkpoint.weight_files)
+        data = _load_data(model, source, asked, how.trust_remote_code)
+    check_agreement(mine, "data", data.fingerprint)
     recipe = recipe.with_options(dataset=data.source, split=data.split)
     console.info(f"recipe:\n{recipe.to_yaml().rstrip()}")
-    if dry_run:
-        return CalibrationResult(model, None, recipe, data)
+    return CalibrationResult(model, target, recipe, data), source
 
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    plan = CalibrationResult(model, target, recipe, data)
-    if recipe.llmcompressor is None:
-        return _calibrate_kv(plan, source, how, link, overwrite)
+
+def _quantize_first(
+    plan: CalibrationResult, source: Path, how: _How, mine: Ranks
+) -> CalibrationResult:
     from fp8calib.calibration.weights import quantize_weights
 
-    with scratch(target) as quantized:
+    assert plan.output is not None and plan.recipe.llmcompressor is not None
+    if mine.world_size > 1:
+        raise UserError(
+            "a recipe that quantizes weights runs in one process: leave torchrun out, or quantize "
+            "first and calibrate the result"
+        )
+    with scratch(plan.output) as quantized:
         console.info("quantizing weights with llm-compressor")
-        quantize_weights(source, quantized, recipe.llmcompressor, data.rows, **how)
+        quantize_weights(source, quantized, plan.recipe.llmcompressor, plan.data.rows, **how.load)
         # linked: the scratch copy goes away
-        return _calibrate_kv(plan, quantized, how, link=True, overwrite=overwrite)
+        return _calibrate_kv(plan, quantized, replace(how, link=True), mine)
 
 
 def _calibrate_kv(
-    plan: CalibrationResult, source: Path, how: dict[str, Any], link: bool, overwrite: bool
+    plan: CalibrationResult, source: Path, how: _How, mine: Ranks
 ) -> CalibrationResult:
     """Observe the model in `source`, make its scales, write them beside its weights."""
     from fp8calib.attention import probe
@@ -136,41 +197,81 @@ def _calibrate_kv(
     start = time.perf_counter()
     assert plan.output is not None
     recipe, data, asked = plan.recipe, plan.data, plan.recipe.calibration
-    loaded = load_model(source, **how)
+    loaded = load_model(source, **how.load)
     layers = probe(loaded)
     skip_layers, _ = resolve_skip_layers(asked.kv_cache_dtype_skip_layers, layers)
     recipe = recipe.with_options(kv_cache_dtype_skip_layers=skip_layers)
-    tokenizer = load_tokenizer(source, how["trust_remote_code"])
-    ranges = share_ranges(layers, observe(loaded, tokenizer, data, asked))
+    seen = observe(
+        loaded,
+        load_tokenizer(source, how.trust_remote_code),
+        data,
+        asked,
+        mine=mine,
+        output=plan.output,
+        identity=_identity(plan, source, str(loaded.dtype)),
+        checkpoint_every=how.checkpoint_every,
+        resume=how.resume,
+    )
+    ranges = share_ranges(layers, seen)
     scales = make_scales(layers, ranges, asked)
-    warnings = [
-        *data_findings(data.rows, vocabulary_size(loaded)),
-        *range_findings(scales, ranges),
-    ]
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    about = record.describe_data(data)
-    sidecar = record.sidecar(
-        plan.model, recipe, about, layers, ranges, dtype=dtype, warnings=warnings
-    )
-    write_checkpoint(
-        source,
-        plan.output,
-        scales,
-        sidecar,
-        layers=layers,
-        link=link,
-        overwrite=overwrite,
-        more_files={record.HISTOGRAMS: record.pack(ranges)},
-    )
-    return replace(
+    result = replace(
         plan,
         recipe=recipe,
         skip_layers=skip_layers,
         layers=layers,
         scales=scales,
         reports=kind_reports(scales, ranges),
-        warnings=warnings,
+        warnings=[
+            *data_findings(data.rows, vocabulary_size(loaded)),
+            *range_findings(scales, ranges),
+        ],
         seconds=time.perf_counter() - start,
+    )
+    if mine.writes:
+        _write(result, source, ranges, str(loaded.dtype).removeprefix("torch."), how)
+        discard(plan.output)
+    return result
+
+
+def _identity(plan: CalibrationResult, source: Path, dtype: str) -> str:
+    """What tells this model and this way to observe it from others."""
+    files = [
+        (file.name, file.stat().st_size)
+        for file in sorted(source.iterdir())
+        if file.suffix in (".safetensors", ".json")
+    ]
+    recipe = plan.recipe.model_dump(mode="json", include={"llmcompressor"})
+    query = plan.recipe.calibration.query
+    return fingerprint(model=plan.model, files=files, dtype=dtype, query=query, recipe=recipe)
+
+
+def _write(
+    result: CalibrationResult,
+    source: Path,
+    ranges: record.AllRanges,
+    dtype: str,
+    how: _How,
+) -> None:
+    assert result.output is not None and result.scales is not None
+    sidecar = record.sidecar(
+        result.model,
+        result.recipe,
+        record.describe_data(result.data),
+        result.layers,
+        ranges,
+        dtype=dtype,
+        warnings=result.warnings,
+    )
+    write_checkpoint(
+        source,
+        result.output,
+        result.scales,
+        sidecar,
+        layers=result.layers,
+        link=how.link,
+        overwrite=how.overwrite,
+        replace_scales=how.overwrite_scales,
+        more_files={record.HISTOGRAMS: record.pack(ranges)},
     )
 
 

@@ -31,21 +31,20 @@ class KVCalibrationModifier(Modifier):
 
     query: bool = True
     requires_calibration_data: bool = True
-    _collector: Collector = PrivateAttr()
-    _on_batch: Callable[[Batch], None] = PrivateAttr()
+    _collector: Collector | None = PrivateAttr(default=None)
+    _on_batch: Callable[[Batch], None] | None = PrivateAttr(default=None)
 
     def on_initialize(self, state: Any, **kwargs: Any) -> bool:
-        self._collector = Collector(self.query)
         return True
 
     @property
     def collector(self) -> Collector:
+        self._collector = self._collector or Collector(self.query)
         return self._collector
 
     def observe(self, model: PreTrainedModel, batches: DataLoader) -> None:
-        calibration_pass(
-            model, (batch for group in batches for batch in group), self._collector, self._on_batch
-        )
+        every = (batch for group in batches for batch in group)
+        calibration_pass(model, every, self.collector, self._on_batch)
 
 
 ModifierFactory.register(KVCalibrationModifier.__name__, KVCalibrationModifier)
@@ -73,12 +72,12 @@ def run_oneshot(
     tokenizer: Any,
     batches: Sequence[Batch],
     *,
-    query: bool,
-    on_batch: Callable[[Batch], None] = lambda batch: None,
-) -> Collector:
-    """Calibrate `model` with `batches` through llm-compressor; the model comes back as it was."""
-    modifier = KVCalibrationModifier(query=query)
-    modifier._on_batch = on_batch
+    collector: Collector,
+    on_batch: Callable[[Batch], None] | None = None,
+) -> None:
+    """Let `collector` observe `batches` through llm-compressor; the model comes back as it was."""
+    modifier = KVCalibrationModifier(query="q" in collector.kinds)
+    modifier._collector, modifier._on_batch = collector, on_batch
     rows: Any = list(batches)
     loader: DataLoader = DataLoader(rows, batch_size=1, collate_fn=list, shuffle=False)
     with as_it_was(model), _untouched(), create_session():
@@ -90,7 +89,6 @@ def run_oneshot(
             pipeline=PIPELINE,
             moe_calibrate_all_experts=False,
         )
-    return modifier.collector
 
 
 @contextmanager

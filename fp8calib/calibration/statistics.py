@@ -92,10 +92,11 @@ class RangeStatistics:
         self.amax = torch.maximum(best, self.amax)
 
     def _take_texts(self, amax: torch.Tensor, texts: list[int]) -> None:
-        self._reserve(max(texts) + 1)
+        self.reserve(max(texts) + 1)
         self.text_amax[texts] = torch.maximum(self.text_amax[texts], amax)
 
-    def _reserve(self, texts: int) -> None:
+    def reserve(self, texts: int) -> None:
+        """Have room for that many texts."""
         if (more := texts - len(self.text_amax)) > 0:
             self.text_amax = torch.nn.functional.pad(self.text_amax, (0, more), value=-1.0)
 
@@ -104,7 +105,7 @@ class RangeStatistics:
         device = self.amax.device
         self._take_maximum(other.amax[None].to(device), other.text[None].to(device))
         self.late_amax = torch.maximum(self.late_amax, other.late_amax.to(device))
-        self._reserve(len(other.text_amax))
+        self.reserve(len(other.text_amax))
         ours = self.text_amax[: len(other.text_amax)]
         torch.maximum(ours, other.text_amax.to(device), out=ours)
         self.histogram += other.histogram.to(device)

@@ -47,6 +47,13 @@ def calibrate(
         bool,
         typer.Option("--overwrite-scales", help="Replace KV-cache scales that MODEL already has."),
     ] = False,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Save what was observed every N batches."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from what an interrupted run has saved.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check model, data and options; load no weights.")
     ] = False,
@@ -73,6 +80,7 @@ def calibrate(
     )
     from fp8calib import console
     from fp8calib.calibration import calibrate as run
+    from fp8calib.calibration.ranks import first_rank
 
     result = run(
         model,
@@ -84,8 +92,12 @@ def calibrate(
         overwrite=overwrite,
         overwrite_scales=overwrite_scales,
         dry_run=dry_run,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
         trust_remote_code=trust_remote_code,
     )
+    if not first_rank():
+        return
     if json:
         console.print_json(result.to_dict())
     else:
