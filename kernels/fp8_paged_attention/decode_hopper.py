@@ -50,23 +50,6 @@ def is_supported(machine: Hardware, head_dims: tuple[int, int], tile: int) -> bo
 
 
 @gluon.constexpr_function
-def _k_copy(tile, head_dim, entry_bytes):
-    """Threads that copy K `[tile, head_dim]`, 16 bytes each, along a row, then across rows.
-
-    Rows r and r + 8 hold neighbouring tokens: they go to neighbouring threads, so that rows of 64
-    bytes still make whole 128-byte lines of memory.
-    """
-    vector = 16 // entry_bytes
-    columns = [1 << i for i in range(head_dim.bit_length() - 1)]
-    rows = [r for r in (8, 1, 2, 4, 16, 32, 64) if r < tile]
-    along = [c for c in columns if c >= vector]
-    threads = [*([0, c] for c in along), *([r, 0] for r in rows)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[*([0, c] for c in columns if c < vector), *threads[7:]],
-        lane_bases=threads[:5], warp_bases=threads[5:7], block_bases=[], shape=[tile, head_dim])
-
-
-@gluon.constexpr_function
 def _v_operand(tile, head_dim, entry_bytes):
     """Registers of the left operand `[head_dim, tile]`, by groups `[tile/16, head_dim, 16]`.
 
@@ -194,7 +177,10 @@ def _decode_hopper_kernel(
     OFFSET: gl.constexpr = 0.0 if MODE == WIDE else 8.0
     WIDTH: gl.constexpr = 2 * COLUMNS if MODE == ACCURATE else COLUMNS
     K_DEPTH: gl.constexpr = 32 // BYTES
-    K_COPY: gl.constexpr = _k_copy(TILE, DK_PAD, BYTES)
+    ROW: gl.constexpr = DK_PAD // VECTOR
+    ROW_THREADS: gl.constexpr = ROW if ROW < 32 else 32
+    K_COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ROW_THREADS, ROW_THREADS], [4, 1],
+                                            [1, 0])
     V_COPY: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [1, 32 // BYTES, BYTES], [1, 4, 1],
                                             [2, 1, 0])
     K_SWIZZLE: gl.constexpr = DK_PAD * BYTES if DK_PAD * BYTES < 128 else 128

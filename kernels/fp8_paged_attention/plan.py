@@ -123,23 +123,27 @@ def _in_pieces(tiles, limit, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, win
                                                  & (j[None, :] < i[:, None]))
     rank = tl.sum((before & (j < num_seqs)[None, :]).to(tl.int32), 1)
     start = tl.sum(tl.where(before, cuts[None, :], 0), 1) * HEADS
-    exists = i < num_seqs
-    own_length = high - low
-    for piece in range(tl.max(own_cuts, 0) * HEADS):
-        head = piece // tl.maximum(own_cuts, 1)
-        cut = piece % tl.maximum(own_cuts, 1)
-        mask = exists & (piece < own_cuts * HEADS)
-        first = low + (cut.to(tl.int64) * own_length // tl.maximum(own_cuts, 1)).to(tl.int32)
-        end = low + ((cut + 1).to(tl.int64) * own_length // tl.maximum(own_cuts, 1)).to(tl.int32)
-        entry = start + piece
-        _write(entries_ptr + entry * 8, i, head, first, end, tl.where(own_cuts > 1, entry, -1),
-               tl.full([BLOCK], -1, tl.int32), length, mask)
-        pair = pairs_ptr + (rank * HEADS + head) * 4
+    pieces = tl.where(i < num_seqs, own_cuts, 0)[:, None] * HEADS
+    own_cuts = tl.maximum(own_cuts, 1)[:, None]
+    own_length = (high - low).to(tl.int64)[:, None]
+    sequence = i[:, None] + tl.zeros([BLOCK, BLOCK], tl.int32)
+    for done in range(0, tl.max(pieces), BLOCK):
+        piece = done + tl.arange(0, BLOCK)[None, :]
+        head = piece // own_cuts
+        cut = piece % own_cuts
+        mask = piece < pieces
+        first = low[:, None] + (cut * own_length // own_cuts).to(tl.int32)
+        end = low[:, None] + ((cut + 1) * own_length // own_cuts).to(tl.int32)
+        entry = start[:, None] + piece
+        _write(entries_ptr + entry * 8, sequence, head, first, end,
+               tl.where(own_cuts > 1, entry, -1), tl.full([BLOCK, BLOCK], -1, tl.int32),
+               length[:, None] + tl.zeros_like(sequence), mask)
+        pair = pairs_ptr + (rank[:, None] * HEADS + head) * 4
         begins = mask & (cut == 0)
-        tl.store(pair, i, mask=begins)
+        tl.store(pair, sequence, mask=begins)
         tl.store(pair + 1, head, mask=begins)
         tl.store(pair + 2, entry, mask=begins)
-        tl.store(pair + 3, own_cuts, mask=begins)
+        tl.store(pair + 3, own_cuts + tl.zeros_like(sequence), mask=begins)
     # Other programs of the grid have no work.
     entry = tl.sum(cuts, 0) * HEADS + i
     while tl.min(entry, 0) < num_entries:
@@ -199,7 +203,8 @@ class DecodePlan:
         """
         device = k_pages.device
         num_kv_heads, head_dim_v = k_pages.shape[1], v_pages.shape[3]
-        self.config = config or decode_config(k_pages, v_pages)
+        # How the kernel is cut with few pairs and with many.
+        self.configs = [config or decode_config(k_pages, v_pages, many) for many in (False, True)]
         self.num_kv_heads = num_kv_heads
         self.num_q_heads = num_q_heads
         self.head_dim_v = head_dim_v
@@ -207,10 +212,11 @@ class DecodePlan:
         self.max_num_seqs = max_num_seqs
         self.max_seqlen_q = max_seqlen_q
         self.sliding_window = sliding_window
-        self.num_programs = hardware(device).num_sms * self.config.programs_per_sm
+        self.num_sms = hardware(device).num_sms
         pairs = max_num_seqs * num_kv_heads
         columns = num_q_heads // num_kv_heads * max_seqlen_q
-        self.max_entries = self.num_programs + pairs
+        programs = self.num_sms * max(config.programs_per_sm for config in self.configs)
+        self.max_entries = programs + pairs
         self.entries = torch.zeros(self.max_entries, FIELDS, dtype=torch.int32, device=device)
         self.pairs = torch.zeros(pairs, 4, dtype=torch.int32, device=device)
         self.partial = torch.empty(self.max_entries, columns, head_dim_v, device=device)
@@ -226,6 +232,16 @@ class DecodePlan:
     def many(self) -> bool:
         """Whether there are so many pairs that most stay whole."""
         return self.num_pairs >= MANY_PAIRS
+
+    @property
+    def config(self) -> DecodeConfig:
+        """How the kernel is cut for the batch planned last."""
+        return self.configs[self.many]
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that run at once."""
+        return self.num_sms * self.config.programs_per_sm
 
     @property
     def grid(self) -> int:

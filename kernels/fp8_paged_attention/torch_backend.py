@@ -7,6 +7,7 @@ of scaled_dot_product_attention costs. Softcap, sinks and FP8 arithmetic, which 
 express, take the written-out softmax.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,6 +19,9 @@ from .scale import E4M3, Fp8Format, dequantize, get_format, quantize
 
 MAX_DECODE_TOKENS = 8
 """Sequences with at most this many new tokens share one padded batch."""
+
+FEW = 4
+"""Up to so many tokens or sequences, a loop costs less than the tensors that index them all."""
 
 P_SCALE = 256.0
 """Probabilities lie in 0..1; times 256 they use e4m3's range as FlashAttention-3 does."""
@@ -44,11 +48,18 @@ def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages
     if k_pages.dtype == torch.uint8:
         fmt = get_format(fp8_format)
         key, value = quantize(key, k_scale, fmt), quantize(value, v_scale, fmt)
+    page_size = k_pages.shape[2]
+    if len(slot_mapping) <= FEW:
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                page, offset = divmod(slot, page_size)
+                k_pages[page, :, offset] = key[token]
+                v_pages[page, :, offset // GROUP, :, POSITION[offset % GROUP]] = value[token]
+        return
     slots = slot_mapping.long()
     if bool((slots < 0).any()):
         kept = slots >= 0
         slots, key, value = slots[kept], key[kept], value[kept]
-    page_size = k_pages.shape[2]
     page, offset = slots // page_size, slots % page_size
     position = torch.tensor(POSITION, device=slots.device)[offset % GROUP]
     k_pages[page, :, offset] = key.to(k_pages.dtype)
@@ -65,8 +76,12 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     attention = Attention(scale, sliding_window, softcap, sinks, arithmetic == "fp8")
     pages = Pages(k_pages, v_pages, block_table, k_scale, v_scale, get_format(fp8_format))
     query = _query_values(query, q_scale, pages, arithmetic)
-    out.zero_()
     starts, lens = cu_seqlens_q.tolist(), seq_lens.tolist()
+    if max_seqlen_q == 1 and len(query) == len(lens) == starts[-1] and min(lens) > 0:
+        few = _attend_few(query[:, None], pages, range(len(lens)), lens, attention)
+        out.copy_(few[:, 0])
+        return
+    out.zero_()
     by_length: dict[int, list[int]] = {}
     for seq, seq_len in enumerate(lens):
         # A query before the sequence's first token (more queries than tokens) sees nothing.
@@ -106,7 +121,7 @@ class Pages:
     v_scale: torch.Tensor | None
     fmt: Fp8Format
 
-    def rows(self, seqs: list[int], first_page: list[int], num_tokens: list[int]) -> torch.Tensor:
+    def rows(self, seqs: Sequence[int], first_page: list[int], num_tokens: list[int]) -> torch.Tensor:
         """Where some sequences' pages lie, from their first page that is wanted to their last.
 
         Returns:
@@ -125,8 +140,7 @@ class Pages:
             columns = first + torch.arange(width, device=device)
             # Beyond a sequence's last page the table holds anything: read the last page again.
             pages = self.block_table[seq, columns.minimum(last)]
-        heads = torch.arange(num_kv_heads, device=device)[:, None]
-        return (pages[:, None] * num_kv_heads + heads).flatten()
+        return (pages[:, None] * num_kv_heads + _heads(num_kv_heads, device)).flatten()
 
     def gather(self, seq: int, first: int, end: int, dtype: torch.dtype,
                ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +162,7 @@ class Pages:
         return _decode(x, None if scale is None else scale[:, None], self.fmt).to(dtype)
 
 
-def _attend_few(query: torch.Tensor, pages: Pages, seqs: list[int], lens: list[int],
+def _attend_few(query: torch.Tensor, pages: Pages, seqs: Sequence[int], lens: list[int],
                 attention: Attention) -> torch.Tensor:
     """Attend sequences that have equally many and few new tokens, in float32.
 
@@ -175,17 +189,26 @@ def _attend_few(query: torch.Tensor, pages: Pages, seqs: list[int], lens: list[i
     q = q * (attention.scale if pages.k_scale is None else
              attention.scale * pages.k_scale[:, None, None])
     s = (q @ k.transpose(2, 3)).unflatten(2, (-1, num_new))
-    # Positions are counted from the first page that was read.
-    ends = [end - page * page_size for end, page in zip(lens, first_page, strict=True)]
-    last = torch.tensor(ends, device=device)[:, None] + torch.arange(-num_new, 0, device=device)
-    last, position = last[:, :, None], torch.arange(k.shape[2], device=device)
-    mask = position <= last  # [batch, num_new, num_keys]
-    if window is not None:
-        mask &= position > last - window
-    p, total = _softmax(s, mask, attention)
+    if attention.softcap:
+        s = torch.tanh(s / attention.softcap).mul_(attention.softcap)
+    # Tokens are counted from the first page that was read.
+    spans = [(start - page * page_size, end - page * page_size)
+             for start, end, page in zip(first, lens, first_page, strict=True)]
+    if num_new == 1 and batch <= FEW:
+        for b, (start, stop) in enumerate(spans):
+            s[b, ..., :start] = s[b, ..., stop:] = float("-inf")
+    else:
+        stops = torch.tensor([stop for _, stop in spans], device=device)[:, None]
+        last = (stops + torch.arange(-num_new, 0, device=device))[:, None, None, :, None]
+        token = torch.arange(k.shape[2], device=device)
+        hidden = token > last  # [batch, 1, 1, num_new, num_keys]
+        if window is not None:
+            hidden |= token <= last - window
+        s = s.masked_fill_(hidden, float("-inf"))
+    p = _softmax(s, attention).flatten(2, 3)
     # The tokens of a group of 16 in V's order, then one small product for each group.
-    p = p.flatten(2, 3).unflatten(3, (-1, GROUP)).index_select(4, _v_order(device))
-    o = (p.transpose(2, 3) @ v.transpose(3, 4)).sum(2) / total.flatten(2, 3)
+    p = p.unflatten(3, (-1, GROUP)).index_select(4, _v_order(device))
+    o = (p.transpose(2, 3) @ v.transpose(3, 4)).sum(2)
     if pages.v_scale is not None:
         o = o * pages.v_scale[:, None, None]
     return o.unflatten(2, (-1, num_new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -194,12 +217,20 @@ def _attend_few(query: torch.Tensor, pages: Pages, seqs: list[int], lens: list[i
 def _blank(v: torch.Tensor, start: int, stop: int) -> None:
     """Zero tokens before `start` and from `stop` of V as pages hold it, `[num_kv_heads, groups,
     head_dim, 16]`: they may be anything, NaN too, and a probability of 0 does not cancel that."""
-    for group, outside in ((start // GROUP, range(start % GROUP)),
-                           (stop // GROUP, range(stop % GROUP, GROUP))):
-        if len(outside) not in (0, GROUP):
-            v[:, group, :, [POSITION[token] for token in outside]] = 0
-    v[:, :start // GROUP] = 0
-    v[:, -(-stop // GROUP):] = 0
+    if start:
+        group, inside = divmod(start, GROUP)
+        v[:, :group] = 0
+        v[:, group].masked_fill_(_v_order(v.device) < inside, 0)
+    group, inside = divmod(stop, GROUP)
+    if group < v.shape[1]:
+        v[:, group].masked_fill_(_v_order(v.device) >= inside, 0)
+        v[:, group + 1:] = 0
+
+
+@cache
+def _heads(num_kv_heads: int, device: torch.device) -> torch.Tensor:
+    """Numbers of the KV heads, `[num_kv_heads, 1]`."""
+    return torch.arange(num_kv_heads, device=device)[:, None]
 
 
 @cache
@@ -260,31 +291,26 @@ def _softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     parts = []
     for start in range(0, num_new, rows):
         s = q[..., start:start + rows, :] @ k.transpose(-1, -2)
-        p, total = _softmax(s, mask[:, start:start + rows], attention)
-        parts.append(p @ v / total)
+        if attention.softcap:
+            s = torch.tanh(s / attention.softcap).mul_(attention.softcap)
+        s = s.masked_fill_(~mask[:, None, None, start:start + rows], float("-inf"))
+        parts.append(_softmax(s, attention) @ v)
     return torch.cat(parts, 3).to(dtype)
 
 
-def _softmax(s: torch.Tensor, mask: torch.Tensor, attention: Attention,
-             ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, before they are divided by the second tensor, their sum.
-
-    Args:
-        s: scaled scores, `[batch, num_kv_heads, group, num_new, num_keys]`, overwritten.
-        mask: `[batch, num_new, num_keys]`, True where a query sees a key.
-    """
-    if attention.softcap:
-        s = torch.tanh(s / attention.softcap).mul_(attention.softcap)
-    s = s.masked_fill_(~mask[:, None, None], float("-inf"))
+def _softmax(s: torch.Tensor, attention: Attention) -> torch.Tensor:
+    """Probabilities of scores `[batch, num_kv_heads, group, num_new, num_keys]`."""
+    if attention.sinks is None and not attention.quantize_p:
+        return s.softmax(-1)
     largest = s.amax(-1, keepdim=True)
-    p = s.sub_(largest).exp_()
+    p = torch.exp(s - largest)
     total = p.sum(-1, keepdim=True)
     if attention.sinks is not None:
         sinks = attention.sinks.float().view(s.shape[1], s.shape[2], 1, 1)
         total = total + torch.exp(sinks - largest)
     if attention.quantize_p:
         p = _decode(quantize(p * P_SCALE, None), None, E4M3) / P_SCALE
-    return p, total
+    return p / total
 
 
 def _decode(codes: torch.Tensor, scale: torch.Tensor | None, fmt: Fp8Format) -> torch.Tensor:

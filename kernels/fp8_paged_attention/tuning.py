@@ -25,8 +25,18 @@ class DecodeConfig:
 
 INTERPRETED = DecodeConfig(tile=32, num_stages=1, programs_per_sm=2)
 
-# (arch, larger head size rounded up to a power of two, bytes an entry, page size up to 128)
-TABLE: dict[tuple[int, int, int, int], DecodeConfig] = {}
+# (arch, larger head size rounded up to a power of two, bytes an entry, page size up to 128, many
+# (sequence, KV head) pairs). Measured on an H200.
+TABLE = {
+    (90, 128, 1, 64, False): DecodeConfig(tile=64, num_stages=5, programs_per_sm=2),
+    (90, 128, 1, 64, True): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
+    (90, 128, 1, 32, False): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2),
+    (90, 128, 1, 32, True): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
+    (90, 128, 1, 16, False): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2),
+    (90, 128, 1, 16, True): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
+    (90, 64, 1, 128, False): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2),
+    (90, 64, 1, 128, True): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2),
+}
 
 # Shared memory a program may take, so that two run on a multiprocessor: 227 KiB on SM 90 and 100,
 # 163 on 80, 99 on the small chips.
@@ -34,7 +44,7 @@ _SHARED_KIB = {80: 80, 87: 80, 90: 112, 100: 112, 103: 112}
 _SHARED_KIB_OTHER = 48
 
 
-def decode_config(k_pages: torch.Tensor, v_pages: torch.Tensor) -> DecodeConfig:
+def decode_config(k_pages: torch.Tensor, v_pages: torch.Tensor, many_pairs: bool) -> DecodeConfig:
     """The measured config for these pages, or what the rule gives."""
     machine = hardware(k_pages.device)
     if machine.interpreted:
@@ -42,7 +52,7 @@ def decode_config(k_pages: torch.Tensor, v_pages: torch.Tensor) -> DecodeConfig:
     page_size = min(k_pages.shape[2], 128)
     head_dims = [triton.next_power_of_2(pages.shape[3]) for pages in (k_pages, v_pages)]
     entry = k_pages.element_size()
-    measured = TABLE.get((machine.arch, max(head_dims), entry, page_size))
+    measured = TABLE.get((machine.arch, max(head_dims), entry, page_size, many_pairs))
     return measured or rule(machine, sum(head_dims) * entry, page_size)
 
 

@@ -1,0 +1,44 @@
+"""Runs every kernel once on a small case, for compute-sanitizer on a CUDA device:
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck python tests/kernel_sanitize.py
+    compute-sanitizer --tool racecheck python tests/kernel_sanitize.py
+"""
+
+import torch
+from fp8_paged_attention import plan, store, store_pages, triton_backend
+from kernel_cases import ERROR, Case, relative_error
+
+
+def main() -> None:
+    lengths = {"seq_lens": [300, 17, 128, 0, 129], "new_tokens": [1] * 5}
+    shape = {"heads": (8, 2), "dims": (128, 128), "query_dtype": torch.bfloat16, "device": "cuda"}
+    for gluon in (True, False):
+        triton_backend.USE_GLUON = gluon
+        for page_size in (128, 16):
+            for many in (160, 0):
+                plan.MANY_PAIRS = many
+                case = Case(**lengths, **shape, page_size=page_size)
+                check(f"decode, gluon {gluon}, page {page_size}", case, sliding_window=100)
+    case = Case(**lengths, **shape, page_size=64, pages_dtype=torch.bfloat16)
+    check("decode, native pages", case)
+    chunks = Case(seq_lens=[90, 40], new_tokens=[40, 9], **shape, page_size=64)
+    check("prefill", chunks)
+    for one_by_one in (1024, 0):
+        store_pages.MAX_TOKENS_ONE_BY_ONE = one_by_one
+        for filled in (case, chunks):
+            keys, values, slots = (x.cuda() for x in (filled.keys, filled.values, filled.slots))
+            pages = filled.tensors["k_pages"], filled.tensors["v_pages"]
+            store(keys, values, *pages, slots, **filled.scale_args)
+    torch.cuda.synchronize()
+    print("done")
+
+
+def check(name: str, case: Case, **options: int) -> None:
+    error = relative_error(case.attend(**options), case.reference(**options))
+    print(f"{name}: error {error:.1e}", flush=True)
+    assert error < ERROR["accurate"]
+
+
+if __name__ == "__main__":
+    main()
