@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -64,29 +65,66 @@ def load_model(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     config: Any = None,
+    device_map: str | None = None,
 ) -> PreTrainedModel:
     """The causal language model in `source`, in eval mode, on one device; a vision-language model
     as a whole. `config` replaces the one in its config.json.
+
+    `device_map` is for models that do not fit: ``auto`` spreads the layers over all GPUs and then
+    the CPU's memory (accelerate); ``stream`` keeps the embeddings on `device` and reads each layer
+    from disk when its turn comes.
 
     Raises:
         ModelError: transformers cannot load it, or it needs code of its own and may not run it.
         UserError: an unknown device or dtype.
     """
     where, kind = resolve_device(device), resolve_dtype(dtype)
+    if device_map not in (None, "auto", "stream"):
+        raise UserError(f"unknown device map {device_map!r}: use auto or stream")
     if not stderr.is_terminal:
         logging.disable_progress_bar()
-    placed = {"device_map": {"": where}} if where.type == "cuda" else {}
+    placed: dict[str, Any] = {"device_map": {"": where}} if where.type == "cuda" else {}
     config = load_config(source, trust_remote_code) if config is None else config
     loader: Any = AutoModelForCausalLM
     if type(config) not in loader._model_mapping and not hasattr(config, "auto_map"):
         loader = AutoModelForMultimodalLM
+    folder = tempfile.TemporaryDirectory(prefix="fp8calib-offload-") if device_map else None
+    if folder is not None:
+        placed = {"device_map": "auto", "offload_folder": folder.name}
+        if device_map == "stream":
+            if getattr(config, "quantization_config", None):
+                raise UserError("--device-map stream reads unquantized weights only: use auto")
+            placed["device_map"] = _streamed(loader, config, where)
     model = _load(loader, source, trust_remote_code, dtype=kind, config=config, **placed)
+    model.offload_folder = folder  # lives as long as the model
     compressor = getattr(getattr(model, "hf_quantizer", None), "compressor", None)
     if compressor is not None:
         # compressed-tensors would do it at the first forward pass of the whole model, and
         # calibration runs only up to the head
         compressor.decompress_model(model)
     return model.eval().requires_grad_(False)
+
+
+def _streamed(loader: Any, config: Any, device: torch.device) -> dict[str, Any]:
+    """An accelerate device map: the decoder's layers, and what is no part of it, on disk."""
+    with torch.device("meta"):
+        model = loader.from_config(config)
+    decoder = model.get_decoder()
+    embeddings = model.get_input_embeddings().weight
+    placed: dict[str, Any] = {}
+
+    def place(module: torch.nn.Module, name: str, inside: bool) -> None:
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if any(part is decoder for part in child.modules()):
+                place(child, path, child is decoder)
+                continue
+            held = inside and not isinstance(child, torch.nn.ModuleList)
+            tied = any(parameter is embeddings for parameter in child.parameters())
+            placed[path] = str(device) if held or tied else "disk"
+
+    place(model, "", decoder is model)
+    return placed
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

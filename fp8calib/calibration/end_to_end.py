@@ -72,6 +72,7 @@ def calibrate(
     recipe: Recipe | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    device_map: str | None = None,
     link: bool = False,
     overwrite: bool = False,
     overwrite_scales: bool = False,
@@ -89,6 +90,8 @@ def calibrate(
         recipe: what to calibrate with; default values where None.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``auto`` (the checkpoint's), ``bfloat16``, ``float16`` or ``float32``.
+        device_map: ``auto`` or ``stream``, for models larger than one device; see
+            `fp8calib.model_loading.load_model`.
         link: hard-link the weight files instead of copying them.
         overwrite: replace an earlier checkpoint at `output`.
         overwrite_scales: leave out KV-cache scales that `model` has, instead of refusing it.
@@ -109,6 +112,7 @@ def calibrate(
     how = _How(
         device=device,
         dtype=dtype,
+        device_map=device_map,
         trust_remote_code=trust_remote_code,
         link=link,
         overwrite=overwrite,
@@ -132,6 +136,7 @@ class _How:
 
     device: str
     dtype: str
+    device_map: str | None
     trust_remote_code: bool
     link: bool
     overwrite: bool
@@ -197,7 +202,7 @@ def _calibrate_kv(
     start = time.perf_counter()
     assert plan.output is not None
     recipe, data, asked = plan.recipe, plan.data, plan.recipe.calibration
-    loaded = load_model(source, **how.load)
+    loaded = load_model(source, **how.load, device_map=how.device_map)
     layers = probe(loaded)
     skip_layers, _ = resolve_skip_layers(asked.kv_cache_dtype_skip_layers, layers)
     recipe = recipe.with_options(kv_cache_dtype_skip_layers=skip_layers)

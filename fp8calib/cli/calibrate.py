@@ -40,6 +40,14 @@ def calibrate(
     batch_size: Annotated[int | None, typer.Option(help="Texts in one forward pass.")] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|stream",
+            help="For models larger than one device. auto: spread over all GPUs, then memory. "
+            "stream: one layer at a time, read from disk for every batch.",
+        ),
+    ] = None,
     recipe: options.RecipeName = None,
     link: options.Link = False,
     overwrite: options.Overwrite = False,
@@ -88,6 +96,7 @@ def calibrate(
         recipe=chosen,
         device=device,
         dtype=dtype,
+        device_map=device_map,
         link=link,
         overwrite=overwrite,
         overwrite_scales=overwrite_scales,
