@@ -77,7 +77,7 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     pages = Pages(k_pages, v_pages, block_table, k_scale, v_scale, get_format(fp8_format))
     query = _query_values(query, q_scale, pages, arithmetic)
     starts, lens = cu_seqlens_q.tolist(), seq_lens.tolist()
-    if max_seqlen_q == 1 and len(query) == len(lens) == starts[-1] and min(lens) > 0:
+    if max_seqlen_q == 1 and lens and len(query) == len(lens) == starts[-1] and 0 not in lens:
         few = _attend_few(query[:, None], pages, range(len(lens)), lens, attention)
         out.copy_(few[:, 0])
         return
@@ -121,7 +121,8 @@ class Pages:
     v_scale: torch.Tensor | None
     fmt: Fp8Format
 
-    def rows(self, seqs: Sequence[int], first_page: list[int], num_tokens: list[int]) -> torch.Tensor:
+    def rows(self, seqs: Sequence[int], first_page: list[int], num_tokens: list[int],
+             ) -> torch.Tensor:
         """Where some sequences' pages lie, from their first page that is wanted to their last.
 
         Returns:
