@@ -265,7 +265,7 @@ def test_abort_frees_the_blocks(llama: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 20}, "block_size must be a multiple of 16, got 20"),
+        ({"block_size": 48}, "block_size must be a power of two and at least 16, got 48"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens .8. must be at least max_num_seqs"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be in"),

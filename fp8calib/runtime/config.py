@@ -21,7 +21,7 @@ class EngineConfig:
     max_model_len: tokens of a sequence, prompt and answer; None is what the model was made for.
     max_num_seqs: sequences that run at a time.
     max_num_batched_tokens: new tokens in one step; longer prompts take several.
-    block_size: tokens of a page, a multiple of 16; None is 16 on a CPU and 128 on a GPU.
+    block_size: tokens of a page, a power of two from 16 on; None is 16 on a CPU and 128 on a GPU.
     kv_cache_memory_bytes: memory of all pages; None is a share of what is free.
     gpu_memory_utilization: that share on a GPU, weights included.
 
@@ -54,8 +54,9 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): each sequence adds a token a step"
             )
-        if self.block_size is not None and (self.block_size < 16 or self.block_size % 16):
-            raise UserError(f"block_size must be a multiple of 16, got {self.block_size}")
+        size = self.block_size
+        if size is not None and (size < 16 or size & (size - 1)):
+            raise UserError(f"block_size must be a power of two and at least 16, got {size}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UserError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import commonprefix
 from typing import Any
 
 _CONTEXT = 8  # tokens of the prompt: what a tokenizer writes for a token can depend on those before
@@ -40,7 +39,7 @@ class Detokenizer:
     def _take(self, text: str) -> str:
         """What `text` has beyond that which was given out. The two part where a prompt ended in
         the middle of a character, which then is given out whole."""
-        new = text[len(commonprefix([self._given, text])) :]
+        new = text[_shared(self._given, text) :]
         if new:
             self._given = text
         return new
@@ -55,6 +54,14 @@ def _certain(text: str) -> str:
     """`text` without the end that may be the beginning of a character."""
     tail = len(text) - len(text.rstrip(_INCOMPLETE))
     return text[: len(text) - min(tail, _MAX_INCOMPLETE)]
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts have in common at their start."""
+    if other.startswith(one):
+        return len(one)
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), len(other))
 
 
 class StopStrings:

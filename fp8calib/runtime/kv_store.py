@@ -63,7 +63,8 @@ class LayerCache:
     """One layer's pages and what attention over them needs.
 
     k_pages, v_pages: see fp8_paged_attention; scales: float32 [1] or [num_kv_heads], None is 1.0
-    (and for native pages); `stores` is False for a layer that reads another layer's pages.
+    (and for native pages); `backend` names the kernels, None leaves it to the device; `stores` is
+    False for a layer that reads another layer's pages.
     """
 
     group: int
@@ -74,6 +75,7 @@ class LayerCache:
     q_scale: torch.Tensor | None
     fp8_format: str
     arithmetic: Arithmetic
+    backend: str | None
     stores: bool
 
 
@@ -136,6 +138,8 @@ class KVStore:
             q_scale=scales.get("q"),
             fp8_format=fmt.fp8_format,
             arithmetic=fmt.arithmetic if fp8 else "accurate",
+            # The GPU kernels have no float32 pages.
+            backend="torch" if k_pages.dtype == torch.float32 else None,
             stores=layer.kv_source is None,
         )
 

@@ -49,6 +49,7 @@ def paged_attention(
             cache.k_scale,
             cache.v_scale,
             fp8_format=cache.fp8_format,
+            backend=cache.backend,
         )
     out = fpa.attend(
         query[0].transpose(0, 1),
@@ -67,6 +68,7 @@ def paged_attention(
         sinks=s_aux,
         arithmetic=cache.arithmetic,
         fp8_format=cache.fp8_format,
+        backend=cache.backend,
     )
     return out[None], None
 

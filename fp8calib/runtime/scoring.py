@@ -16,8 +16,8 @@ from fp8calib.runtime.model_runner import Chunk, ModelRunner
 
 @dataclass(frozen=True)
 class Scored:
-    """Logits of consecutive tokens of one row: `logits[i]`, float32 [n, vocabulary], is what the
-    model expects to follow token `start + i` of row number `row`."""
+    """Logits of consecutive tokens of one row: `logits[i]`, of [n, vocabulary] in the model's
+    dtype, is what the model expects to follow token `start + i` of row number `row`."""
 
     row: int
     start: int
@@ -54,7 +54,7 @@ def score(
             table = range(first, first + -(-end // block_size))
             first = table.stop
             chunks.append(Chunk(rows[row][start:end], start, [table] * len(blocks), end - start))
-        logits = runner.forward(chunks).float().split([chunk.num_logits for chunk in chunks])
+        logits = runner.forward(chunks).split([chunk.num_logits for chunk in chunks])
         for (row, start, _), rows_logits in zip(part, logits, strict=True):
             yield Scored(row, start, rows_logits)
 
