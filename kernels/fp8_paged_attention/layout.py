@@ -26,11 +26,11 @@ Why
     have to be transposed byte by byte on every read, which is three times slower in decode. Pages
     are read thousands of times for each time they are written, so the writer transposes.
 
-    Why groups of 16 and not whole pages: a group's `[head_dim, 16]` bytes are the instruction's
-    unswizzled 8 x 16-byte core matrices as they stand, and the bytes that one decode step writes
-    lie in `16 * head_dim` consecutive bytes instead of being spread over the page, which makes
-    appending ten times cheaper (each write is one byte; what costs is the 32-byte sector around
-    it, and neighbouring steps share sectors).
+    Why groups of 16 and not whole pages: the bytes that one decode step writes lie in
+    ``16 * head_dim`` consecutive bytes instead of being spread over the page, and the next 15 steps
+    write beside them. Each write is one byte, what costs is the 32-byte sector around it: appending
+    is ten times cheaper than into a page transposed as a whole. Reading loses nothing: a group is
+    contiguous, and its 8 x 16-byte pieces are what ``ldmatrix`` takes from shared memory.
 
     Why the order inside a group: after Q K^T a thread of a matrix instruction holds, of each 16
     tokens, the pairs ``2q, 2q+1`` and ``8+2q, 8+2q+1``. As FP8 operand of the next instruction it
