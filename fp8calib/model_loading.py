@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
+from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from fp8calib import dequantized
 from fp8calib.console import stderr
 from fp8calib.errors import ModelError, UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def resolve_device(name: str) -> torch.device:
@@ -95,14 +100,35 @@ def load_model(
             if getattr(config, "quantization_config", None):
                 raise UserError("--device-map stream reads unquantized weights only: use auto")
             placed["device_map"] = _streamed(loader, config, where)
-    model = _load(loader, source, trust_remote_code, dtype=kind, config=config, **placed)
-    model.offload_folder = folder  # lives as long as the model
+            _hand_back_freed_memory()
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method in dequantized.METHODS:
+        model = _load_dequantized(source, loader, config, kind, placed)
+    else:
+        model = _load(loader, source, trust_remote_code, dtype=kind, config=config, **placed)
+    vars(model)["offload_folder"] = folder  # lives as long as the model
     compressor = getattr(getattr(model, "hf_quantizer", None), "compressor", None)
     if compressor is not None:
         # compressed-tensors would do it at the first forward pass of the whole model, and
         # calibration runs only up to the head
         compressor.decompress_model(model)
     return model.eval().requires_grad_(False)
+
+
+def _load_dequantized(
+    source: Path, loader: Any, config: Any, dtype: torch.dtype | str, placed: dict[str, Any]
+) -> PreTrainedModel:
+    config = deepcopy(config)
+    section = config.quantization_config
+    del config.quantization_config
+    kind = (config.dtype or torch.bfloat16) if isinstance(dtype, str) else dtype
+    if type(config) not in loader._model_mapping:
+        raise ModelError(f"{source}: {type(config).__name__} cannot be loaded dequantized")
+    weights = dequantized.state_dict(source, section, kind)
+    model_class = loader._model_mapping[type(config)]
+    return model_class.from_pretrained(
+        None, config=config, state_dict=weights, dtype=kind, **placed
+    )
 
 
 def _streamed(loader: Any, config: Any, device: torch.device) -> dict[str, Any]:
@@ -125,6 +151,13 @@ def _streamed(loader: Any, config: Any, device: torch.device) -> dict[str, Any]:
 
     place(model, "", decoder is model)
     return placed
+
+
+def _hand_back_freed_memory() -> None:
+    """Have glibc return freed blocks of a megabyte and more at once; it would keep those of earlier
+    layers for re-use, three times what one layer takes."""
+    with suppress(AttributeError, OSError):  # another C library has no such setting
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -15,7 +15,13 @@ from fp8calib.calibration.observers import make_scales, share_ranges
 from fp8calib.calibration.progress_file import discard, fingerprint
 from fp8calib.calibration.ranks import Ranks, check_agreement, first_alone, ranks
 from fp8calib.calibration.report import KindReport, kind_reports
-from fp8calib.checkpoint import check_output, check_source, serve_command, write_checkpoint
+from fp8calib.checkpoint import (
+    check_output,
+    check_source,
+    needed_kv_cache_dtype,
+    serve_command,
+    write_checkpoint,
+)
 from fp8calib.checkpoint.folder import check_room, scratch
 from fp8calib.data import TokenData, default_dataset, load_data
 from fp8calib.errors import UserError
@@ -39,11 +45,14 @@ class CalibrationResult:
     scales: ScaleSet | None = None
     reports: list[KindReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    kv_cache_dtype: str = "auto"
     seconds: float = 0.0
 
     @property
     def serve(self) -> str | None:
-        return serve_command(str(self.output), self.skip_layers) if self.output else None
+        if self.output is None:
+            return None
+        return serve_command(str(self.output), self.skip_layers, self.kv_cache_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -162,7 +171,7 @@ def _prepare(
     with first_alone(mine):
         source = resolve_model(model)
         check_output(target, how.overwrite, source)
-        checkpoint = check_source(source, how.overwrite_scales)
+        checkpoint = check_source(source, how.overwrite_scales, asked.strategy)
         check_architecture(checkpoint.config)
         if not how.link:
             check_room(target, checkpoint.weight_files)
@@ -170,7 +179,8 @@ def _prepare(
     check_agreement(mine, "data", data.fingerprint)
     recipe = recipe.with_options(dataset=data.source, split=data.split)
     console.info(f"recipe:\n{recipe.to_yaml().rstrip()}")
-    return CalibrationResult(model, target, recipe, data), source
+    dtype = needed_kv_cache_dtype(checkpoint.config)
+    return CalibrationResult(model, target, recipe, data, kv_cache_dtype=dtype), source
 
 
 def _quantize_first(
@@ -197,12 +207,20 @@ def _calibrate_kv(
     """Observe the model in `source`, make its scales, write them beside its weights."""
     from fp8calib.attention import probe
     from fp8calib.calibration.observation import observe
-    from fp8calib.model_loading import load_model, load_tokenizer, vocabulary_size
+    from fp8calib.model_loading import (
+        load_config,
+        load_model,
+        load_tokenizer,
+        vocabulary_size,
+    )
+    from fp8calib.runtime.loader import without_attention_quantization
 
     start = time.perf_counter()
     assert plan.output is not None
     recipe, data, asked = plan.recipe, plan.data, plan.recipe.calibration
-    loaded = load_model(source, **how.load, device_map=how.device_map)
+    # The scales of an earlier calibration would be applied to K, V and Q while we observe them.
+    config = without_attention_quantization(load_config(source, how.trust_remote_code))
+    loaded = load_model(source, **how.load, config=config, device_map=how.device_map)
     layers = probe(loaded)
     skip_layers, _ = resolve_skip_layers(asked.kv_cache_dtype_skip_layers, layers)
     recipe = recipe.with_options(kv_cache_dtype_skip_layers=skip_layers)

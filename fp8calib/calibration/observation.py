@@ -72,13 +72,15 @@ def observe(
                 file.save(done, collector.statistics)
             bar.advance(batch.num_tokens, f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
 
-        if _is_quantized(model):  # which oneshot refuses
-            calibration_pass(model, batches, collector, on_batch)
-        else:
+        if _oneshot_accepts(model):
             run_oneshot(model, tokenizer, batches, collector=collector, on_batch=on_batch)
+        else:
+            calibration_pass(model, batches, collector, on_batch)
     collector.statistics = merge(collector.statistics, mine, model.device)
     return collector.ranges()
 
 
-def _is_quantized(model: Any) -> bool:
-    return getattr(model.config, "quantization_config", None) is not None
+def _oneshot_accepts(model: Any) -> bool:
+    """Whether llm-compressor takes the model: unquantized, and with a folder to look at."""
+    unquantized = getattr(model.config, "quantization_config", None) is None
+    return unquantized and Path(str(model.config.name_or_path)).is_dir()

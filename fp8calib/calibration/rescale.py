@@ -10,7 +10,13 @@ from fp8calib.calibration import record
 from fp8calib.calibration.findings import range_findings
 from fp8calib.calibration.observers import make_scales
 from fp8calib.calibration.report import KindReport, kind_reports
-from fp8calib.checkpoint import check_output, check_source, serve_command, write_checkpoint
+from fp8calib.checkpoint import (
+    check_output,
+    check_source,
+    needed_kv_cache_dtype,
+    serve_command,
+    write_checkpoint,
+)
 from fp8calib.errors import CheckpointError, UserError
 from fp8calib.layers import resolve_skip_layers
 from fp8calib.recipe import Recipe, parse_content
@@ -25,11 +31,12 @@ class RescaleResult:
     scales: ScaleSet
     reports: list[KindReport]
     warnings: list[str]
+    kv_cache_dtype: str
 
     @property
     def serve(self) -> str:
         skip = self.recipe.calibration.kv_cache_dtype_skip_layers
-        return serve_command(str(self.output), skip)
+        return serve_command(str(self.output), skip, self.kv_cache_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -67,6 +74,7 @@ def rescale(
     folder, output = Path(checkpoint), Path(output)
     check_output(output, overwrite, folder)
     source = check_source(folder, replace_scales=True)
+    dtype = needed_kv_cache_dtype(source.config)
     sidecar = source.sidecar
     if sidecar is None or "recipe" not in sidecar:
         raise CheckpointError(f"{folder} was not calibrated by fp8calib: it has no fp8calib.json")
@@ -103,4 +111,4 @@ def rescale(
         more_files={record.HISTOGRAMS: (folder / record.HISTOGRAMS).read_bytes()},
     )
     reports = kind_reports(scales, ranges)
-    return RescaleResult(str(checkpoint), output, recipe, scales, reports, warnings)
+    return RescaleResult(str(checkpoint), output, recipe, scales, reports, warnings, dtype)

@@ -124,11 +124,12 @@ def scan(
     """
     batch, heads = x.shape[:2]
     maxima = torch.zeros(2, batch, heads, device=x.device)
-    slots = torch.empty(x.numel(), dtype=torch.int32, device=x.device)
+    histogram = torch.zeros(heads * BUCKETS, dtype=torch.int64, device=x.device)
+    slots = torch.empty(x[0].numel(), dtype=torch.int32, device=x.device)
     first = torch.arange(heads, dtype=torch.int32, device=x.device)[:, None, None] * BUCKETS
-    filled = 0
     for row in range(batch):
         tokens = x[row] if real is None else x[row][:, real[row]]
+        filled = 0
         for start in (0, *range(SINK_POSITIONS, tokens.shape[1], _TOKENS)):
             stop = SINK_POSITIONS if start == 0 else start + _TOKENS
             codes, dropped = _codes(tokens[:, start:stop])
@@ -140,8 +141,8 @@ def scan(
             place = slots[filled : filled + codes.numel()].view(codes.shape)
             torch.add(codes, first, out=place)
             filled += codes.numel()
-    counts = torch.bincount(slots[:filled], minlength=heads * BUCKETS)
-    return maxima[0], maxima[1], counts.view(heads, BUCKETS)
+        histogram += torch.bincount(slots[:filled], minlength=heads * BUCKETS)
+    return maxima[0], maxima[1], histogram.view(heads, BUCKETS)
 
 
 def _codes(x: torch.Tensor) -> tuple[torch.Tensor, int]:

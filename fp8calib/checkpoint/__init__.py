@@ -8,7 +8,7 @@ from __future__ import annotations
 from fp8calib.checkpoint.folder import check_output, check_room
 from fp8calib.checkpoint.inspection import Inspection, inspect
 from fp8calib.checkpoint.reader import Checkpoint, open_checkpoint, read_config, read_scales
-from fp8calib.checkpoint.scheme import check_scheme
+from fp8calib.checkpoint.scheme import check_scheme, needed_kv_cache_dtype
 from fp8calib.checkpoint.serving import serve_command, serving_notes
 from fp8calib.checkpoint.structure import layers_from_checkpoint
 from fp8calib.checkpoint.writer import check_source, write_checkpoint
@@ -22,6 +22,7 @@ __all__ = [
     "check_source",
     "inspect",
     "layers_from_checkpoint",
+    "needed_kv_cache_dtype",
     "open_checkpoint",
     "read_config",
     "read_scales",

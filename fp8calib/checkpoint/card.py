@@ -19,7 +19,13 @@ _MAX_CARD_BYTES = 1_000_000
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def model_card(source: Path, name: str, scales: ScaleSet, sidecar: dict[str, Any]) -> str:
+def model_card(
+    source: Path,
+    name: str,
+    scales: ScaleSet,
+    sidecar: dict[str, Any],
+    kv_cache_dtype: str = "auto",
+) -> str:
     """The text of README.md.
 
     Args:
@@ -27,6 +33,7 @@ def model_card(source: Path, name: str, scales: ScaleSet, sidecar: dict[str, Any
         name: what the new checkpoint is called.
         scales: the scales it holds.
         sidecar: the content of fp8calib.json; every key that the card mentions may be missing.
+        kv_cache_dtype: what vLLM must be told for the scales to be used.
     """
     own = front_matter(source)
     base = _base_model(str(sidecar.get("model") or ""), own)
@@ -52,7 +59,7 @@ def model_card(source: Path, name: str, scales: ScaleSet, sidecar: dict[str, Any
 There is a scale for {kinds}, {per}. {_weights(sidecar)}
 
 ```sh
-{serve_command(name, skip)}
+{serve_command(name, skip, kv_cache_dtype)}
 ```
 
 {notes}

@@ -9,6 +9,7 @@ from fp8calib.errors import CheckpointError
 from fp8calib.scales import STRATEGIES, Strategy
 
 METHOD = "compressed-tensors"
+_PER_TENSOR_METHODS = ("fp8", "modelopt")
 
 
 def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -63,12 +64,13 @@ def with_scheme(config: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
     """A copy of config.json that declares an FP8 KV cache of `strategy`.
 
     A model that is not quantized gets compressed-tensors' section with no weight groups (the key
-    must be there: vLLM passes head counts on only then). A compressed-tensors model keeps its
-    section and gains the scheme. No attention group is ever written: the presence of q_scale is
-    the declaration.
+    must be there: vLLM passes head counts on only then). A compressed-tensors or modelopt model
+    keeps its section and gains the scheme; ``fp8`` has none: vLLM reads its scales when it is told
+    ``--kv-cache-dtype fp8``. No attention group is ever written: the presence of q_scale is the
+    declaration.
 
     Raises:
-        CheckpointError: the weights are quantized by another method.
+        CheckpointError: the weights are quantized by a method whose KV scales vLLM does not read.
     """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 
@@ -87,17 +89,39 @@ def with_scheme(config: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
         )
         result["quantization_config"] = declared.model_dump(mode="json", exclude_none=True)
         return result
-    check_method(config)
-    section["kv_cache_scheme"] = scheme.model_dump(mode="json", exclude_none=True)
-    section.setdefault("config_groups", {})
+    check_method(config, strategy)
+    if section["quant_method"] == METHOD:
+        section["kv_cache_scheme"] = scheme.model_dump(mode="json", exclude_none=True)
+        section.setdefault("config_groups", {})
+    elif section["quant_method"] == "modelopt":
+        section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     return result
 
 
-def check_method(config: dict[str, Any]) -> None:
-    """Refuse to add KV scales to weights quantized by a method whose names we do not write."""
+def check_method(config: dict[str, Any], strategy: Strategy) -> None:
+    """Refuse to add KV scales to weights quantized by a method for which vLLM would not read them.
+
+    vLLM 0.32 and 0.33 give attention layers scales to load for compressed-tensors, fp8 and
+    modelopt, the last two per tensor only; for gptq, awq and others it drops them with a warning.
+    """
     section = quantization_config(config)
-    if section is not None and (method := section.get("quant_method")) != METHOD:
+    if section is None or (method := section.get("quant_method")) == METHOD:
+        return
+    if method not in _PER_TENSOR_METHODS:
         raise CheckpointError(
-            f"config.json: the weights are quantized with {method}; KV scales can be added to "
-            f"unquantized and {METHOD} checkpoints only"
+            f"config.json: the weights are quantized with {method}, for which vLLM reads no "
+            f"KV-cache scales; it does for unquantized, {METHOD}, "
+            f"{' and '.join(_PER_TENSOR_METHODS)} weights"
         )
+    if strategy != "tensor":
+        raise CheckpointError(
+            f"config.json: the weights are quantized with {method}, for which vLLM reads "
+            "per-tensor KV-cache scales only: use --strategy tensor"
+        )
+
+
+def needed_kv_cache_dtype(config: dict[str, Any]) -> str:
+    """What vLLM's --kv-cache-dtype must be for the scales to be used: auto, or fp8 where there is
+    no place in config.json to declare them."""
+    method = (quantization_config(config) or {}).get("quant_method")
+    return "fp8" if method == "fp8" else "auto"

@@ -25,13 +25,20 @@ from fp8calib.checkpoint.reader import (
     safe_file,
 )
 from fp8calib.checkpoint.safetensors_file import copy_without
-from fp8calib.checkpoint.scheme import check_method, with_scheme
+from fp8calib.checkpoint.scheme import (
+    check_method,
+    check_scheme,
+    needed_kv_cache_dtype,
+    quantization_config,
+    with_scheme,
+)
 from fp8calib.console import progress
 from fp8calib.errors import CheckpointError
 from fp8calib.layers import LayerSpec
-from fp8calib.scales import ScaleSet, problems, require
+from fp8calib.scales import ScaleSet, Strategy, problems, require
 
 SCHEMA_VERSION = 1
+_MODELOPT = "hf_quant_config.json"
 _WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".onnx",
     ".onnx_data", ".tflite", ".mlmodel", ".npz", ".pdparams",
@@ -39,7 +46,9 @@ _WEIGHTS = {
 _REPLACED = {"config.json", "README.md", SIDECAR}
 
 
-def check_source(source: Path | str, replace_scales: bool = False) -> Checkpoint:
+def check_source(
+    source: Path | str, replace_scales: bool = False, strategy: Strategy = "tensor"
+) -> Checkpoint:
     """Open a model that scales are to be added to; what stands in the way is found here, before any
     expensive work. With `replace_scales` it may have KV scales already.
 
@@ -48,7 +57,12 @@ def check_source(source: Path | str, replace_scales: bool = False) -> Checkpoint
             scale names we do not write; a scheme that is refused; KV scales that are there already.
     """
     checkpoint = open_checkpoint(source)
-    check_method(checkpoint.config)
+    check_method(checkpoint.config, strategy)
+    if quantization_config(checkpoint.config) is None and (checkpoint.path / _MODELOPT).exists():
+        raise CheckpointError(
+            f"{source} is quantized by an older modelopt ({_MODELOPT}, nothing in config.json): "
+            "export it again with a newer one"
+        )
     _ = checkpoint.strategy  # refuses a scheme that we would not know how to continue
     there = [scale.tensor for kinds in checkpoint.scales.values() for scale in kinds.values()]
     if there and not replace_scales:
@@ -92,7 +106,7 @@ def write_checkpoint(
     source, output = Path(source), Path(output)
     require(problems(scales, layers), "the scales cannot be written")
     check_output(output, overwrite, source)
-    checkpoint = check_source(source, replace_scales)
+    checkpoint = check_source(source, replace_scales, scales.strategy)
     if not link:
         check_room(output, checkpoint.weight_files)
     config = with_scheme(checkpoint.config, scales.strategy)
@@ -105,7 +119,8 @@ def write_checkpoint(
         for name, content in (more_files or {}).items():
             (folder / name).write_bytes(content)
         _write_json(folder / SIDECAR, {"schema_version": SCHEMA_VERSION} | sidecar)
-        card = model_card(source, output.resolve().name, scales, sidecar)
+        dtype = needed_kv_cache_dtype(config)
+        card = model_card(source, output.resolve().name, scales, sidecar, dtype)
         (folder / "README.md").write_text(card, encoding="utf-8")
         _write_json(folder / "config.json", config)  # last: without it, no loader takes the folder
         _check_written(folder, scales, layers)
@@ -218,7 +233,8 @@ def _check_written(folder: Path, scales: ScaleSet, layers: Sequence[LayerSpec]) 
         for index, layer in scales.layers.items()
         for kind, values in layer.items()
     }
-    if found != meant or written.strategy != scales.strategy or written.stray:
+    declared = check_scheme(with_scheme(written.config, scales.strategy))
+    if found != meant or written.strategy != declared or written.stray:
         raise CheckpointError("the checkpoint does not read back as it was meant to be written")
     unobserved = {layer.index: layer.name for layer in written.layers}
     for layer in layers:
