@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 import torch
 from greedy import by_engine
 from made_scales import calibrated
+from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, LlamaConfig
 
 from fp8calib.errors import CheckpointError, ModelError
@@ -89,6 +93,29 @@ def test_a_calibrated_checkpoint_is_loaded_without_fake_quantisation(
     plain = load(str(tiny("llama")))
     for name, weight in plain.model.state_dict().items():
         assert torch.equal(weight, loaded.model.state_dict()[name])
+
+
+def reports(folder: Path) -> str:
+    """What transformers logs when it loads `folder`."""
+
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        load(str(folder))
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    return stream.getvalue()
+
+
+def test_scales_are_no_surprise_but_missing_weights_are(tiny: Tiny, tmp_path: Path) -> None:
+    calibrated(tiny("llama"), tmp_path / "out")
+    assert reports(tmp_path / "out") == ""
+    source = tiny("llama", edit=lambda model: None)
+    weights = load_file(source / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    assert "model.norm.weight" in reports(source)
 
 
 def test_only_what_concerns_attention_is_taken_out_of_the_config() -> None:
@@ -173,8 +200,6 @@ def test_c15_refused_schemes_are_refused_before_weights_are_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import json
-
     calibrated(tiny("llama"), tmp_path / "out")
     file = tmp_path / "out" / "config.json"
     config = json.loads(file.read_text())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +52,8 @@ def load(
     check_scheme(checkpoint.config)
     config = without_attention_quantization(load_config(folder, trust_remote_code))
     check_supported(config)
-    model = load_model(folder, device, dtype, trust_remote_code, config=config)
+    with _scales_may_be_left_over():
+        model = load_model(folder, device, dtype, trust_remote_code, config=config)
     layers = probe(model)
     check_supported(config, layers)
     tokenizer = load_tokenizer(folder, trust_remote_code)
@@ -82,6 +86,23 @@ def without_attention_quantization(config: PretrainedConfig) -> PretrainedConfig
     else:
         del config.quantization_config
     return config
+
+
+@contextmanager
+def _scales_may_be_left_over() -> Iterator[None]:
+    """Keep transformers from reporting tensors that it has no use for: the scales are ours to read.
+    Its report of weights that are missing is let through."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return "LOAD REPORT" not in message or "MISSING" in message
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
 
 
 def _is_attention_group(group: Any) -> bool:
