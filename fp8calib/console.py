@@ -53,10 +53,12 @@ def _finite(value: Any) -> Any:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table to stderr; the first column is left-aligned, the others right-aligned."""
+    """Print a table to stderr; columns of numbers are right-aligned, those of words left-aligned."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
+        cells = [row[number] for row in rows if row[number]]
+        words = number == 0 or any(cell[0].isalpha() for cell in cells)
+        table.add_column(column, justify="left" if words else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     stderr.print(table, soft_wrap=False)
