@@ -12,11 +12,10 @@ What it adds is control that plain Triton does not give:
 4. Dead tokens of V are zeroed in shared memory, in the rare tiles that have some, so one pipelined
    loop covers all tiles.
 
-Gluon's interface changes between releases of Triton: :func:`is_supported` says where this kernel
-was tested. Everywhere else decode.py's kernel runs.
+Gluon's interface changes between releases of Triton: ``GLUON_TESTED`` in triton_backend.py says
+with which this kernel was tested. With others, and on other GPUs, decode.py's kernel runs.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -25,11 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from .device import Hardware
-
-TESTED = ((3, 6), (3, 9))
-"""First and last release of Triton the kernel was tested with."""
 
 ACCURATE = gl.constexpr(0)
 FP8 = gl.constexpr(1)
@@ -40,13 +34,6 @@ P_LO = gl.constexpr(32.0)
 
 # Renamed in Triton 3.9.
 _copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
-
-
-def is_supported(machine: Hardware, head_dims: tuple[int, int], tile: int) -> bool:
-    """Whether the kernel runs on this device with this Triton and these (padded) shapes."""
-    version = tuple(int(x) for x in triton.__version__.split(".")[:2])
-    return (machine.arch == 90 and TESTED[0] <= version <= TESTED[1]
-            and min(head_dims) >= 64 and tile >= 64)
 
 
 @gluon.constexpr_function

@@ -173,7 +173,7 @@ def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages
     args = (key, value, k_pages, v_pages, slot_mapping,
             k_pages if k_scale is None else k_scale, v_pages if v_scale is None else v_scale,
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            _scale_stride(k_scale), _scale_stride(v_scale))
+            scale_stride(k_scale), scale_stride(v_scale))
     constants = {
         "HEADS": num_heads, "DK": head_dim_k, "DV": head_dim_v,
         "DK_PAD": triton.next_power_of_2(head_dim_k), "DV_PAD": triton.next_power_of_2(head_dim_v),
@@ -188,7 +188,8 @@ def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages
                             num_warps=GROUP_WARPS)
 
 
-def _scale_stride(scale: torch.Tensor | None) -> int:
+def scale_stride(scale: torch.Tensor | None) -> int:
+    """Elements from one head's scale to the next: 0 for one scale for all."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
 
 

@@ -12,13 +12,16 @@ from .device import Hardware, hardware
 from .plan import DecodePlan
 from .prefill import _prefill_kernel
 from .scale import E4M3, get_format
-from .store_pages import store
+from .store_pages import scale_stride, store
 
 __all__ = ["attend", "store"]
 
 LOG2E = 1.4426950408889634
 MAX_DECODE_TOKENS = 8
 """With at most so many new tokens a sequence, a batch is decoded; else it is prefilled."""
+
+GLUON_TESTED = ((3, 6), (3, 9))
+"""First and last release of Triton that decode_hopper.py was tested with."""
 
 USE_GLUON = True
 """Whether Hopper decodes with its own kernel (False: with plain Triton's, to compare them)."""
@@ -54,7 +57,7 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
              scale * LOG2E if softcap is None else scale / softcap,
              0.0 if softcap is None else softcap * LOG2E, sliding_window or 0,
              query.stride(0), query.stride(1), out.stride(0), out.stride(1), block_table.stride(0),
-             _stride(k_scale), _stride(v_scale), _stride(q_scale))
+             scale_stride(k_scale), scale_stride(v_scale), scale_stride(q_scale))
     constants: dict[str, Any] = {
         "HEADS": num_kv_heads, "GROUP": query.shape[1] // num_kv_heads,
         "DK": head_dim_k, "DV": head_dim_v, "PAGE": page_size,
@@ -101,11 +104,12 @@ def _decode(tensors: tuple, layer: tuple, constants: dict[str, Any], plan: Decod
 def decode_kernel(mode: int, head_dims: tuple[int, int], tile: int, machine: Hardware,
                   ) -> tuple[Any, int]:
     """The kernel to decode with here, and the fewest columns it takes."""
-    if USE_GLUON and machine.arch == 90:
-        from . import decode_hopper
+    release = tuple(int(x) for x in triton.__version__.split(".")[:2])
+    tested = GLUON_TESTED[0] <= release <= GLUON_TESTED[1]
+    if USE_GLUON and machine.arch == 90 and tested and min(head_dims) >= 64 and tile >= 64:
+        from .decode_hopper import _decode_hopper_kernel
 
-        if decode_hopper.is_supported(machine, head_dims, tile):
-            return decode_hopper._decode_hopper_kernel, 8
+        return _decode_hopper_kernel, 8
     return _decode_kernel, 8 if mode == ACCURATE else 16
 
 
@@ -138,7 +142,3 @@ def dot_dtype(pages: torch.dtype, machine: Hardware) -> tl.dtype:
     if pages == torch.bfloat16:
         return tl.float32 if machine.interpreted else tl.bfloat16
     return tl.float16
-
-
-def _stride(scale: torch.Tensor | None) -> int:
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
