@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from fp8calib.evaluation.attention_errors import culprits
 from fp8calib.evaluation.bootstrap import Estimate, Resampled
 from fp8calib.evaluation.gates import GateResult
 from fp8calib.evaluation.metrics import compare
-from fp8calib.evaluation.verification import suspicious
+from fp8calib.evaluation.verification import CalibrationEffect, suspicious
 from fp8calib.recipe import Gates
 from fp8calib.scales import LayerScales, ScaleSet
 
@@ -137,6 +138,21 @@ def test_the_point_estimate_decides_and_an_interval_across_the_limit_is_inconclu
     assert GateResult("min_top1", "v", 0.9, top1).passed
     assert GateResult("min_top1", "v", 0.9, top1).conclusive
     assert not GateResult("min_top1", "v", 0.92, top1).passed
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (-0.003, -0.001, "closer to native"),
+        (0.001, 0.003, "further from native"),
+        (-0.001, 0.001, "no significant difference"),
+    ],
+)
+def test_calibration_is_only_praised_for_a_significant_gain(
+    low: float, high: float, words: str
+) -> None:
+    middle = Estimate((low + high) / 2, low, high)
+    assert words in CalibrationEffect(0.02, 0.02, middle, middle).sentence()
 
 
 # --- the comparison
@@ -410,7 +426,7 @@ def test_heads_far_apart_fail_at_scale_1_and_pass_with_scales_per_head(
     native, at_one, accurate, served = report["variants"]
     assert served["gated"] and served["key"] == "calibrated_fp8_attention"
     assert accurate["kl"]["value"] < 0.03 < 0.06 < at_one["kl"]["value"]
-    assert report["effect"]["difference"]["high"] < 0  # calibration helps, beyond chance
+    assert report["effect"]["kl_difference"]["high"] < 0  # calibration helps, beyond chance
     options: dict[str, Any] = {"dataset": "builtin:pydoc", "split": "heldout", "samples": 8}
     plain = verify(str(smollm2), max_seq_len=160, kv_cache_dtype="bfloat16", **options)
     assert plain.variants[0].perplexity == native["perplexity"]
@@ -495,9 +511,36 @@ def test_mistakes_get_one_line_and_exit_code_2(
 def test_a_perplexity_that_improves_is_pointed_out(tiny: Callable[..., Path], texts: str) -> None:
     result = verify(str(tiny()), dataset=texts, gates=NO_GATES)
     usual = result.variants[1]
-    assert suspicious([usual]) == []
+    assert suspicious([usual], 8) == []
     better = replace(usual, ppl_increase=Estimate(-0.6, -0.65, -0.5))
-    assert "60.0% better" in suspicious([better])[0]
+    assert "60.0% better" in suspicious([better], 8)[0]
+    assert suspicious([better], 3) == []  # chance can do that
+
+
+@pytest.mark.slow
+def test_peak_memory_is_below_one_and_a_half_plain_passes(smollm2: Path) -> None:
+    """Both at the same batch of 128 tokens; each in a process of its own."""
+    text = "'builtin:pydoc', split='heldout', samples=8"
+    plain = f"""
+        from fp8calib.attention import use_attention
+        from fp8calib.data import load_data
+        from fp8calib.runtime.loader import load
+        loaded = load({str(smollm2)!r})
+        with use_attention(loaded.model, "sdpa"), torch.inference_mode():
+            for row in load_data(loaded.tokenizer, {text}, max_seq_len=128).rows:
+                loaded.model(torch.tensor([row]), use_cache=False).logits
+    """
+    verified = f"""
+        from fp8calib.evaluation import verify
+        verify({str(smollm2)!r}, dataset={text}, attention="fp8", max_seq_len=256)
+    """
+    peak = {}
+    for name, body in (("plain", plain), ("verify", verified)):
+        report = "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        code = "\n".join(["import resource, torch", textwrap.dedent(body), report])
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        peak[name] = int(done.stdout.split()[-1])
+    assert peak["verify"] < 1.5 * peak["plain"], peak
 
 
 def test_help_loads_no_torch() -> None:

@@ -39,7 +39,7 @@ from fp8calib.runtime.loader import LoadedModel, load
 from fp8calib.runtime.scoring import score
 
 # Tokens in a forward pass. The logits of all variants for that many tokens are in memory at once.
-_BATCHED_TOKENS = {"cpu": 256, "cuda": 1024}
+_BATCHED_TOKENS = {"cpu": 128, "cuda": 1024}
 _DIAGNOSED_DOCUMENTS = 4
 
 
@@ -60,7 +60,7 @@ class VerifyConfig:
     split: str | None = None
     text_column: str | None = None
     messages_column: str | None = None
-    samples: int = 64
+    samples: int = 48
     max_seq_len: int = 512
     seed: int = 42
     kv_cache_dtype: str = "auto"
@@ -142,7 +142,7 @@ def verify(model: str, *, gates: Gates | None = None, **options: Any) -> Verific
         gates=judged,
         layer_errors=_layer_errors(runs, tallies, judged, data.rows),
         worst_text={r.key: _worst_text(r, loaded, data.rows) for r in results},
-        warnings=warnings + plan.warnings + suspicious(results),
+        warnings=warnings + plan.warnings + suspicious(results, len(data.rows)),
         versions={"fp8calib": __version__}
         | {name: version(name) for name in ("torch", "transformers")},
         device=str(loaded.model.device),

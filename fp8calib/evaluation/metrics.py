@@ -30,14 +30,16 @@ def compare(logits: Sequence[torch.Tensor], targets: torch.Tensor) -> list[Token
     """Compare several predictions of the same tokens with the first of them.
 
     Args:
-        logits: float32 [n, vocabulary] each; the first is native. Where vocabularies are padded to
-            different sizes, the common part counts.
+        logits: [n, vocabulary] each, any floating dtype; the first is native. Where vocabularies
+            are padded to different sizes, the common part counts.
         targets: int64 [n], the tokens that did follow.
     """
     width = min(part.shape[-1] for part in logits)
     size = _CHUNK[targets.device.type]
     chunks = [
-        _compare([part[start : start + size, :width] for part in logits], targets[start:][:size])
+        _compare(
+            [part[start : start + size, :width].float() for part in logits], targets[start:][:size]
+        )
         for start in range(0, len(targets), size)
     ]
     return [

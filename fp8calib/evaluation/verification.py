@@ -17,6 +17,7 @@ from fp8calib.evaluation.variants import Variant
 # Rounding does not teach a model anything: a perplexity this much better has another cause, such as
 # attention that looks ahead.
 _SUSPICIOUS_GAIN = 0.02
+_ENOUGH_DOCUMENTS = 8  # for an interval that means something
 
 
 @dataclass(frozen=True)
@@ -41,25 +42,36 @@ class VariantResult:
 
 @dataclass(frozen=True)
 class CalibrationEffect:
-    """Mean KL at scale 1.0 and with the checkpoint's scales, both with accurate attention, and the
-    second minus the first: below zero, calibration brings the cache closer to native."""
+    """The checkpoint's scales against scale 1.0, both with accurate attention.
+
+    kl_difference: of mean KL; below zero, calibration brings the cache closer to native.
+    ppl_difference: of perplexity, relative to that at scale 1.0.
+    """
 
     kl_scale_1: float
     kl_calibrated: float
-    difference: Estimate
+    kl_difference: Estimate
+    ppl_difference: Estimate
 
     def sentence(self) -> str:
-        low, high = self.difference.low, self.difference.high
-        numbers = f"mean KL {self.kl_scale_1:.4g} at scale 1.0, {self.kl_calibrated:.4g} calibrated"
-        if low is None or high is None:
-            return f"{numbers}; one document says nothing about significance."
-        numbers += f"; difference {self.difference.value:+.2g}, 95 % interval {low:+.2g} to "
-        numbers += f"{high:+.2g}"
-        if high < 0:
-            return f"Calibration helps on this text: {numbers}."
-        if low > 0:
-            return f"The calibrated scales are further from native than scale 1.0 here: {numbers}."
-        return f"Calibration makes no significant difference to scale 1.0 here: {numbers}."
+        kl, ppl = self.kl_difference, self.ppl_difference
+        if kl.low is None or kl.high is None or ppl.low is None or ppl.high is None:
+            verdict = "One document cannot show whether calibration makes a difference"
+            return (
+                f"{verdict}: mean KL {self.kl_scale_1:.4g} at scale 1.0, "
+                f"{self.kl_calibrated:.4g} calibrated."
+            )
+        if kl.high < 0:
+            verdict = "Calibration brings the cache closer to native than scale 1.0"
+        elif kl.low > 0:
+            verdict = "The calibrated scales are further from native than scale 1.0"
+        else:
+            verdict = "Calibration makes no significant difference to scale 1.0"
+        return (
+            f"{verdict} on this text: mean KL {self.kl_calibrated:.4g} against "
+            f"{self.kl_scale_1:.4g}, by {kl.value:+.2g} ({kl.low:+.2g} to {kl.high:+.2g}); "
+            f"perplexity by {ppl.value:+.2%} ({ppl.low:+.2%} to {ppl.high:+.2%})."
+        )
 
 
 @dataclass(frozen=True)
@@ -153,14 +165,21 @@ def _effect(results: Sequence[VariantResult], totals: Resampled) -> CalibrationE
     difference = totals.estimate(
         lambda t: (t["calibrated", "kl"] - t["scale_1", "kl"]) / t["tokens"]
     )
-    return CalibrationEffect(kl["scale_1"], kl["calibrated"], difference)
+    return CalibrationEffect(
+        kl["scale_1"],
+        kl["calibrated"],
+        difference,
+        totals.estimate(_ppl_increase("scale_1", "calibrated")),
+    )
 
 
-def suspicious(results: Sequence[VariantResult]) -> list[str]:
+def suspicious(results: Sequence[VariantResult], documents: int) -> list[str]:
     """A line for each variant whose perplexity is better than native's beyond chance."""
+    if documents < _ENOUGH_DOCUMENTS:
+        return []
     return [
-        f"{result.title}: perplexity is {-result.ppl_increase.value:.1%} better than native's. "
-        "Rounding cannot do that: suspect attention that looks ahead, or text that fits the fault"
+        f"{result.title}: perplexity is {-result.ppl_increase.value:.1%} better than native's, "
+        "which rounding cannot do: suspect attention that looks ahead, or damaged text"
         for result in results
         if result.ppl_increase.high is not None and result.ppl_increase.high < -_SUSPICIOUS_GAIN
     ]
