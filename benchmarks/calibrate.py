@@ -1,10 +1,10 @@
 """Calibration on a CPU beside a bare forward pass and llm-compressor's published KV-cache example.
 
-    python benchmarks/calibrate.py [--samples 64] [--max-seq-len 512] [--repeats 3]
+    python benchmarks/calibrate.py [--samples 64] [--max-seq-len 512] [--repeats 3] [--ranks 2]
 
 All three see the same token rows of SmolLM2-135M-Instruct in the same batches (the example in its
-own way, one text a batch). Each measurement runs in a process of its own, so that peak memory is its
-own; times are the best of the repeats, and only their ratios mean anything.
+own way, one text a batch). Each measurement runs in a process of its own, so that peak memory is
+its own; times are the best of the repeats, and only their ratios mean anything.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bare(args: argparse.Namespace) -> float:
 
 def fp8calib(args: argparse.Namespace) -> float:
     """fp8calib's pass through oneshot: q, k and v, maxima and histograms of every head."""
-    from fp8calib.calibration.core import make_batch, plan_batches
+    from fp8calib.calibration.core import Collector, make_batch, plan_batches
     from fp8calib.calibration.oneshot import run_oneshot
     from fp8calib.model_loading import load_tokenizer
     from fp8calib.models import resolve_model
@@ -69,8 +69,31 @@ def fp8calib(args: argparse.Namespace) -> float:
     tokenizer = load_tokenizer(resolve_model(MODEL))
     batches = [make_batch(texts, plan) for plan in plan_batches(texts, args.batch_size)]
     start = time.perf_counter()
-    run_oneshot(model, tokenizer, batches, query=True)
+    run_oneshot(model, tokenizer, batches, collector=Collector(query=True))
     return time.perf_counter() - start
+
+
+def ranks(args: argparse.Namespace) -> float:
+    """The same pass without oneshot, shared among the processes of torchrun, and merged."""
+    import torch.distributed as dist
+
+    from fp8calib.calibration.core import Collector, calibration_pass, make_batch, plan_batches
+    from fp8calib.calibration.ranks import merge
+    from fp8calib.calibration.ranks import ranks as processes
+
+    with processes() as mine:
+        model, texts = prepare(args)
+        plan = plan_batches(texts, args.batch_size)[mine.rank :: mine.world_size]
+        collector = Collector(query=True)
+        if mine.world_size > 1:
+            dist.barrier()
+        start = time.perf_counter()
+        calibration_pass(model, [make_batch(texts, batch) for batch in plan], collector)
+        merge(collector.statistics, mine, model.device)
+        seconds = time.perf_counter() - start
+    if not mine.writes:
+        sys.exit()
+    return seconds
 
 
 def example(args: argparse.Namespace) -> float:
@@ -104,12 +127,25 @@ def example(args: argparse.Namespace) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, __file__, "--one", name]
+def measure(name: str, args: argparse.Namespace, processes: int = 1) -> dict[str, float]:
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(processes)]
+    command += [__file__, "--one", name]
     for option in ("samples", "max_seq_len", "batch_size", "dtype"):
         command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare_ranks(args: argparse.Namespace) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # of each process, so that only their number differs
+    tokens = args.samples * args.max_seq_len
+    print(f"{tokens:,} tokens, {args.dtype}, one thread a process, {os.cpu_count()} cores")
+    for processes in range(1, args.ranks + 1):
+        runs = [measure("ranks", args, processes)["seconds"] for _ in range(args.repeats)]
+        print(f"{processes} processes: {tokens / min(runs):8,.0f} tokens/s")
 
 
 def main() -> None:
@@ -119,14 +155,18 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--one", choices=["bare", "fp8calib", "example"], help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, help="Processes 1, 2, ... N under torchrun instead.")
+    names = ("bare", "fp8calib", "example")
+    parser.add_argument("--one", choices=[*names, "ranks"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         seconds = globals()[args.one](args)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps({"seconds": seconds, "peak_bytes": peak}))
         return
-    names = ("bare", "fp8calib", "example")
+    if args.ranks:
+        compare_ranks(args)
+        return
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(args.repeats):
         for name in names:  # in turn, so that a busy moment hits all alike

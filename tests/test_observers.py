@@ -34,9 +34,10 @@ def values(seed: int, texts: int = 6, tokens: int = 40, tail: float = 3.0) -> to
     return x * torch.tensor([1.0, 0.01, 70.0]).view(1, HEADS, 1, 1)
 
 
-def seen(x: torch.Tensor, texts: list[int] | None = None) -> Ranges:
+def seen(x: torch.Tensor) -> Ranges:
     statistics = RangeStatistics.empty(x.shape[1])
-    statistics.observe(x, list(range(len(x))) if texts is None else texts, None)
+    statistics.reserve(len(x))
+    statistics.observe(x, torch.arange(len(x)), None)
     return statistics.numpy()
 
 
@@ -79,7 +80,8 @@ def test_order_batching_padding_and_merging_change_no_statistic() -> None:
     lengths = [40, 3, 17, 25, 40, 1]
     alone = RangeStatistics.empty(HEADS)
     for text in (3, 0, 5, 1, 4, 2):
-        alone.observe(x[text : text + 1, :, : lengths[text]], [text], None)
+        alone.reserve(6)
+        alone.observe(x[text : text + 1, :, : lengths[text]], torch.tensor([text]), None)
     expected = alone.numpy()
 
     def padded(texts: list[int], side: str) -> RangeStatistics:
@@ -90,7 +92,8 @@ def test_order_batching_padding_and_merging_change_no_statistic() -> None:
             start = 0 if side == "right" else 45 - lengths[text]
             batch[row, :, start : start + lengths[text]] = x[text, :, : lengths[text]]
             real[row, start : start + lengths[text]] = True
-        statistics.observe(batch, texts, real)
+        statistics.reserve(max(texts) + 1)
+        statistics.observe(batch, torch.tensor(texts), real)
         return statistics
 
     for side in ("left", "right"):

@@ -183,7 +183,8 @@ def test_only_the_same_run_is_resumed(
 
 def test_state_is_replaced_whole(tmp_path: Path) -> None:
     statistics = RangeStatistics.empty(2)
-    statistics.observe(torch.randn(1, 2, 9, 4), [3], None)
+    statistics.reserve(4)
+    statistics.observe(torch.randn(1, 2, 9, 4), torch.tensor([3]), None)
     file = ProgressFile(tmp_path / "out", 0, "me")
     assert file.load() == (0, {})
     file.save(5, {(0, "k"): statistics})

@@ -59,9 +59,20 @@ class Collector:
         self.kinds: tuple[Kind, ...] = KINDS if query else ("k", "v")
         self.statistics: dict[tuple[int, Kind], RangeStatistics] = {}
         self._batch: Batch | None = None
+        self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def start(self, batch: Batch) -> None:
         self._batch = batch
+        self._placed.clear()
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The batch's texts and mask on `device`: copied there once, not by every layer."""
+        assert self._batch is not None
+        if device not in self._placed:
+            real = self._batch.real
+            texts = torch.tensor(self._batch.texts, device=device)
+            self._placed[device] = texts, None if real is None else real.to(device)
+        return self._placed[device]
 
     def __call__(
         self,
@@ -73,22 +84,22 @@ class Collector:
         **kwargs: Any,
     ) -> torch.Tensor:
         assert self._batch is not None
-        device = key.device
-        real = None if self._batch.real is None else self._batch.real.to(device)
+        texts, real = self._on(key.device)
         for kind, x in zip(KINDS, (query, key, value), strict=True):
             if kind in self.kinds:
                 slot = (module.layer_idx, kind)
                 if slot not in self.statistics:
                     self.statistics[slot] = RangeStatistics.empty(x.shape[1], x.device)
-                self.statistics[slot].observe(x, self._batch.texts, real)
+                self.statistics[slot].reserve(max(self._batch.texts) + 1)
+                self.statistics[slot].observe(x, texts, real)
         return plain_attention(module, query, key, value, attention_mask, **kwargs)
 
     def check_finite(self) -> None:
         """Raise DataError naming layer and text if a NaN or an infinity went by."""
-        if not self.statistics:
-            return
-        seen = torch.cat([statistics.amax.cpu() for statistics in self.statistics.values()])
-        if bool(torch.isfinite(seen).all()):
+        seen: dict[torch.device, list[torch.Tensor]] = {}
+        for statistics in self.statistics.values():
+            seen.setdefault(statistics.amax.device, []).append(statistics.amax)
+        if all(bool(torch.isfinite(torch.cat(amax)).all()) for amax in seen.values()):
             return
         for (layer, kind), statistics in sorted(self.statistics.items()):
             bad = ~torch.isfinite(statistics.amax)

@@ -10,6 +10,7 @@ a share of clipped values or the rms read off it are right to within 1.6 %.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -67,13 +68,14 @@ class RangeStatistics:
             histogram=torch.zeros(heads, BUCKETS, dtype=torch.int64, device=device),
         )
 
-    def observe(self, x: torch.Tensor, texts: list[int], real: torch.Tensor | None) -> None:
-        """Take in `x` [B, heads, T, D]; `texts` numbers the B rows' texts; `real` bool [B, T] marks
-        real tokens, None when all are. NaN and infinity end up in amax."""
+    def observe(self, x: torch.Tensor, texts: torch.Tensor, real: torch.Tensor | None) -> None:
+        """Take in `x` [B, heads, T, D]; `texts` int64 [B] numbers the rows' texts, for which there
+        must be room (`reserve`); `real` bool [B, T] marks real tokens, None when all are. NaN and
+        infinity end up in amax."""
         early, late, counts = scan(x, real)
-        numbers = torch.tensor(texts, device=x.device)[:, None]
-        self._take_maximum(torch.maximum(early, late), numbers)
-        self._take_texts(torch.maximum(early, late).amax(1), texts)
+        amax = torch.maximum(early, late)
+        self._take_maximum(amax, texts[:, None])
+        self.text_amax[texts] = torch.maximum(self.text_amax[texts], amax.amax(1))
         self.late_amax = torch.maximum(self.late_amax, late.amax(0))
         self.histogram += counts
 
@@ -90,10 +92,6 @@ class RangeStatistics:
             torch.where(best == self.amax, torch.minimum(text, self.text), self.text),
         )
         self.amax = torch.maximum(best, self.amax)
-
-    def _take_texts(self, amax: torch.Tensor, texts: list[int]) -> None:
-        self.reserve(max(texts) + 1)
-        self.text_amax[texts] = torch.maximum(self.text_amax[texts], amax)
 
     def reserve(self, texts: int) -> None:
         """Have room for that many texts."""
@@ -120,9 +118,16 @@ def scan(
     """Maxima of |x| over each row's first SINK_POSITIONS real tokens and over the rest, both
     float32 [B, heads] (0 where there are none), and the histogram of all, int64 [heads, BUCKETS].
 
-    Row by row, _TOKENS at a time: what one step leaves in a CPU's cache, the next finds there.
+    On a GPU it is one Triton kernel. On a CPU it goes row by row, _TOKENS at a time: what one step
+    leaves in the cache, the next finds there.
     """
     batch, heads = x.shape[:2]
+    if x.is_cuda and find_spec("triton") is not None:
+        from fp8calib.calibration import scan_kernel
+
+        return scan_kernel.scan(
+            x, real, sinks=SINK_POSITIONS, shift=_SHIFT, first=_FIRST, buckets=BUCKETS
+        )
     maxima = torch.zeros(2, batch, heads, device=x.device)
     histogram = torch.zeros(heads * BUCKETS, dtype=torch.int64, device=x.device)
     slots = torch.empty(x[0].numel(), dtype=torch.int32, device=x.device)
