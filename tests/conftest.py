@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kernel_cases  # noqa: F401  (first: it chooses Triton's interpreter before Triton is imported)
 import pytest
 from tiny import write_model
 
