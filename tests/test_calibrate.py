@@ -401,3 +401,51 @@ def test_dry_run_writes_nothing(tiny: Callable[..., Path], texts: Path, tmp_path
 
 def test_kinds_are_in_reading_order() -> None:
     assert KINDS == ("q", "k", "v")
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_c13_a_k_bias_of_several_hundred_is_within_its_scale(
+    tiny: Callable[..., Path], texts: Path, tmp_path: Path, strategy: str
+) -> None:
+    """RoPE turns the pair of channels with the token's position: only after it is K what is cached,
+    and its maximum more than that of either channel before."""
+
+    def loud_bias(model: Any) -> None:
+        bias = model.model.layers[1].self_attn.k_proj.bias
+        bias[3], bias[3 + 8] = 400.0, 350.0  # channels 3 and 11 of head 0 turn together
+
+    source = tiny("qwen2", edit=loud_bias)
+    result = calibrate(
+        source, tmp_path / "out", dataset=str(texts), strategy=strategy, batch_size=1
+    )
+    model = AutoModelForCausalLM.from_pretrained(source)
+    seen = maxima(model, batched(result.data.rows))
+    assert 450 < seen[1, "k"][0] < 600 and seen[1, "k"][1] < 100
+    assert_same(in_file(read_scales(tmp_path / "out")), by_hand(seen, strategy))
+    beyond = next(line for line in result.warnings if line.startswith("beyond 448"))
+    assert "layer 1 k" in beyond and "layer 0" not in beyond
+    report = next(r for r in result.reports if (r.layer, r.kind) == (1, "k"))
+    assert report.clipped_at_one > 0 and report.clipped == 0
+
+
+def test_c21_layers_of_very_different_v_are_told_apart(
+    tiny: Callable[..., Path], texts: Path, tmp_path: Path
+) -> None:
+    """V up to more than a thousand in one layer, below 0.02 in another: what scale 1.0 would do to
+    each, and what the calibrated one does."""
+
+    def spread(model: Any) -> None:
+        for layer, largest in ((0, 1272.0), (1, 0.001)):
+            weight = model.model.layers[layer].self_attn.v_proj.weight
+            weight *= 3 * largest / float(weight.abs().sum(1).max())
+        # V is what the norm before it leaves, about one a channel, times these weights
+        model.model.layers[0].self_attn.o_proj.weight *= 1e-3
+
+    source = tiny(edit=spread, initializer_range=0.02)
+    result = calibrate(source, tmp_path / "out", dataset=str(texts))
+    loud, quiet = (next(r for r in result.reports if (r.layer, r.kind) == (n, "v")) for n in (0, 1))
+    assert loud.amax > 448 and quiet.amax < 0.02
+    assert loud.clipped_at_one > 0 and loud.clipped == 0
+    assert quiet.flushed_at_one > 0.5 and quiet.flushed < 0.02
+    assert any(line.startswith("beyond 448") and "layer 0 v" in line for line in result.warnings)
+    assert result.to_dict()["layers"][2]["clipped_at_one"] == loud.clipped_at_one
