@@ -84,7 +84,7 @@ def verify(
 ) -> None:
     """Compare native and FP8 caches on held-out text; fail when FP8 costs more than allowed.
 
-    By default on 48 texts of up to 512 tokens that the default calibration data does not hold.
+    By default on 32 texts of up to 512 tokens that the default calibration data does not hold.
     """
     from fp8calib.errors import CheckFailed
     from fp8calib.recipe import Recipe, load_recipe

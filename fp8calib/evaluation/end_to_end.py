@@ -60,7 +60,7 @@ class VerifyConfig:
     split: str | None = None
     text_column: str | None = None
     messages_column: str | None = None
-    samples: int = 48
+    samples: int = 32
     max_seq_len: int = 512
     seed: int = 42
     kv_cache_dtype: str = "auto"
