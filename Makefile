@@ -18,18 +18,22 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 DEMO_MODEL := demo:smollm2-135m-instruct
 DEMO_OUT := demo-output
 DEMO_DATA := --samples 32 --max-seq-len 1024
+DEMO_HELDOUT := --samples 32 --max-seq-len 256
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
-demo: $(VENV)/.demo ## calibrate a real model both ways and inspect the result
-	@for strategy in tensor attn_head; do \
+demo: $(VENV)/.demo ## calibrate a real model both ways, inspect, verify and run it
+	@run() { echo "+ fp8calib $$*"; $(BIN)/fp8calib "$$@"; }; \
+	for strategy in tensor attn_head; do \
 		out=$(DEMO_OUT)/smollm2-135m-instruct-kvattn-fp8-$$strategy; \
-		echo "+ fp8calib calibrate $(DEMO_MODEL) --strategy $$strategy $(DEMO_DATA) -o $$out --overwrite"; \
-		$(BIN)/fp8calib calibrate $(DEMO_MODEL) --strategy $$strategy $(DEMO_DATA) -o $$out --overwrite; \
-		echo "+ fp8calib inspect $$out"; \
-		$(BIN)/fp8calib inspect $$out; \
-	done
+		run calibrate $(DEMO_MODEL) --strategy $$strategy $(DEMO_DATA) -o $$out --overwrite; \
+		run inspect $$out; \
+	done; \
+	for strategy in tensor attn_head; do \
+		run verify $(DEMO_OUT)/smollm2-135m-instruct-kvattn-fp8-$$strategy $(DEMO_HELDOUT); \
+	done; \
+	run run $$out --chat -p "Why is the sky blue?" --max-tokens 48
 
 test: lint ## check style and types, run the tests (minutes)
 	$(BIN)/python -m pytest

@@ -53,7 +53,7 @@ def _finite(value: Any) -> Any:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table to stderr; columns of numbers are right-aligned, those of words left-aligned."""
+    """Print a table to stderr: numbers right-aligned, words left-aligned."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for number, column in enumerate(columns):
         cells = [row[number] for row in rows if row[number]]
