@@ -85,8 +85,15 @@ def copy_rate() -> float:
 
 def random_pages(num_pages: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages of random values; which token lies where does not matter to random values."""
-    pages = fpa.allocate(num_pages, shape.heads[1], shape.page_size, shape.head_dim,
-                         shape.head_dim, shape.dtype, "cuda")
+    pages = fpa.allocate(
+        num_pages,
+        shape.heads[1],
+        shape.page_size,
+        shape.head_dim,
+        shape.head_dim,
+        shape.dtype,
+        "cuda",
+    )
     for x, scale in zip(pages, (K_SCALE, V_SCALE), strict=True):
         for part in x.split(max(1, (64 << 20) // x[0].numel())):
             values = torch.randn(part.shape, device="cuda", dtype=torch.bfloat16)
@@ -101,8 +108,9 @@ def random_pages(num_pages: int, shape: Shape) -> tuple[torch.Tensor, torch.Tens
 class DecodeBench:
     """Inputs of one shape, several sets of them where one would fit the cache."""
 
-    def __init__(self, shape: Shape, arithmetic: str = "accurate",
-                 config: DecodeConfig | None = None) -> None:
+    def __init__(
+        self, shape: Shape, arithmetic: str = "accurate", config: DecodeConfig | None = None
+    ) -> None:
         self.shape = shape
         tables = [-(-n // shape.page_size) for n in shape.lengths]
         self.sets = max(1, min(32, -(-ROTATE_BYTES // shape.kv_bytes)))
@@ -113,11 +121,18 @@ class DecodeBench:
         hq, hkv = shape.heads
         scales = {}
         if shape.dtype == torch.uint8:
-            scales = {"k_scale": torch.full((hkv,), K_SCALE, device="cuda"),
-                      "v_scale": torch.full((hkv,), V_SCALE, device="cuda")}
+            scales = {
+                "k_scale": torch.full((hkv,), K_SCALE, device="cuda"),
+                "v_scale": torch.full((hkv,), V_SCALE, device="cuda"),
+            }
         self.lens = torch.tensor(shape.lengths, dtype=torch.int32, device="cuda")
-        self.plan = fpa.DecodePlan(*pages, num_q_heads=hq, max_num_seqs=shape.batch,
-                                   sliding_window=shape.window, config=config)
+        self.plan = fpa.DecodePlan(
+            *pages,
+            num_q_heads=hq,
+            max_num_seqs=shape.batch,
+            sliding_window=shape.window,
+            config=config,
+        )
         self.plan.update(self.lens)
         starts = torch.arange(shape.batch + 1, dtype=torch.int32, device="cuda")
         self.args = []
@@ -129,11 +144,22 @@ class DecodeBench:
             else:
                 query = query.bfloat16()
             out = torch.empty(query.shape, dtype=torch.bfloat16, device="cuda")
-            self.args.append({
-                "query": query, "k_pages": pages[0], "v_pages": pages[1], "block_table": table,
-                "cu_seqlens_q": starts, "seq_lens": self.lens, "max_seqlen_q": 1, "out": out,
-                "plan": self.plan, "arithmetic": arithmetic, "sliding_window": shape.window,
-                **scales})
+            self.args.append(
+                {
+                    "query": query,
+                    "k_pages": pages[0],
+                    "v_pages": pages[1],
+                    "block_table": table,
+                    "cu_seqlens_q": starts,
+                    "seq_lens": self.lens,
+                    "max_seqlen_q": 1,
+                    "out": out,
+                    "plan": self.plan,
+                    "arithmetic": arithmetic,
+                    "sliding_window": shape.window,
+                    **scales,
+                }
+            )
 
     def us(self) -> float:
         return graph_us([lambda a=args: fpa.attend(**a) for args in self.args])
@@ -157,21 +183,23 @@ class DecodeBench:
 def exact(args: dict, seq: int, shape: Shape) -> torch.Tensor:
     """One sequence's output in float64, a KV head at a time."""
     n = shape.lengths[seq]
-    pages = args["block_table"][seq, :-(-n // shape.page_size)].long()
+    pages = args["block_table"][seq, : -(-n // shape.page_size)].long()
     query = args["query"][seq].double().unflatten(0, (shape.heads[1], -1))
     if args["query"].dtype == fpa.E4M3.dtype:
         query = query / 32
     outs = []
     for head in range(shape.heads[1]):
-        k, v = fpa.to_nhd(args["k_pages"][pages, head:head + 1].contiguous(),
-                          args["v_pages"][pages, head:head + 1].contiguous())
+        k, v = fpa.to_nhd(
+            args["k_pages"][pages, head : head + 1].contiguous(),
+            args["v_pages"][pages, head : head + 1].contiguous(),
+        )
         if shape.dtype == torch.uint8:
             k, v = (x.view(fpa.E4M3.dtype) for x in (k, v))
         k, v = (x.flatten(0, 2)[:n].double() for x in (k, v))
         if shape.dtype == torch.uint8:
             k, v = k * args["k_scale"][head].double(), v * args["v_scale"][head].double()
         if shape.window:
-            k, v = k[-shape.window:], v[-shape.window:]
+            k, v = k[-shape.window :], v[-shape.window :]
         scores = query[head] @ k.T * shape.head_dim**-0.5
         outs.append(scores.softmax(-1) @ v)
     return torch.cat(outs)

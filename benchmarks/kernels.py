@@ -37,9 +37,16 @@ from kernel_inputs import (
     random_pages,
 )
 
-DECODE = [Shape(1, 32768), Shape(8, 8192), Shape(64, 4096), Shape(256, 2048),
-          Shape(16, 32768, heads=(64, 8)), Shape(64, 4096, heads=(9, 3), head_dim=64),
-          Shape(32, 8192, heads=(16, 16)), Shape(1, 131072)]
+DECODE = [
+    Shape(1, 32768),
+    Shape(8, 8192),
+    Shape(64, 4096),
+    Shape(256, 2048),
+    Shape(16, 32768, heads=(64, 8)),
+    Shape(64, 4096, heads=(9, 3), head_dim=64),
+    Shape(32, 8192, heads=(16, 16)),
+    Shape(1, 131072),
+]
 RAGGED = [replace(shape, ragged=True) for shape in (DECODE[1], DECODE[2], DECODE[3])]
 
 
@@ -50,10 +57,15 @@ def sdpa_us(shape: Shape) -> float:
     calls = []
     for _ in range(min(sets, 8)):
         q = torch.randn(shape.batch, hq, 1, shape.head_dim, device="cuda", dtype=torch.bfloat16)
-        k, v = (torch.randn(shape.batch, hkv, shape.context, shape.head_dim, device="cuda",
-                            dtype=torch.bfloat16) for _ in range(2))
-        calls.append(lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v,
-                                                                          enable_gqa=hq != hkv))
+        k, v = (
+            torch.randn(
+                shape.batch, hkv, shape.context, shape.head_dim, device="cuda", dtype=torch.bfloat16
+            )
+            for _ in range(2)
+        )
+        calls.append(
+            lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=hq != hkv)
+        )
     return graph_us(calls)
 
 
@@ -63,9 +75,14 @@ def bench_decode(shapes: list[Shape], rate: float, with_sdpa: bool = False) -> l
         bench = DecodeBench(shape)
         us, error, plan_us = bench.us(), bench.error(), bench.plan_us()
         del bench
-        row = {"shape": str(shape), "page": shape.page_size, "us": us,
-               "% of copy": 100 * shape.kv_bytes / rate * 1e6 / us, "error": error,
-               "plan us": plan_us}
+        row = {
+            "shape": str(shape),
+            "page": shape.page_size,
+            "us": us,
+            "% of copy": 100 * shape.kv_bytes / rate * 1e6 / us,
+            "error": error,
+            "plan us": plan_us,
+        }
         if shape.dtype == torch.uint8 and not shape.window:
             bench = DecodeBench(shape, "fp8")
             row |= {"fp8 us": bench.us(), "fp8 error": bench.error()}
@@ -87,8 +104,9 @@ def table_ragged(rate: float) -> list[dict]:
 
 
 def table_pages(rate: float) -> list[dict]:
-    return bench_decode([replace(shape, page_size=page) for page in (64, 32, 16)
-                         for shape in DECODE], rate)
+    return bench_decode(
+        [replace(shape, page_size=page) for page in (64, 32, 16) for shape in DECODE], rate
+    )
 
 
 def table_native(rate: float) -> list[dict]:
@@ -96,8 +114,14 @@ def table_native(rate: float) -> list[dict]:
 
 
 def table_window(rate: float) -> list[dict]:
-    return bench_decode([Shape(batch, context, window=window) for batch in (1, 8)
-                         for context, window in ((131072, 1024), (1024, None))], rate)
+    return bench_decode(
+        [
+            Shape(batch, context, window=window)
+            for batch in (1, 8)
+            for context, window in ((131072, 1024), (1024, None))
+        ],
+        rate,
+    )
 
 
 def table_store(rate: float) -> list[dict]:
@@ -107,21 +131,24 @@ def table_store(rate: float) -> list[dict]:
     scales = [torch.full((8,), scale, device="cuda") for scale in (K_SCALE, V_SCALE)]
 
     def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return (torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16),
-                torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16))
+        return (
+            torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16),
+            torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16),
+        )
 
     rows = []
     for tokens in (512, 2048, 8192):
         calls = []
         for _ in range(8):
-            order = torch.randperm(65536, device="cuda")[:tokens // 128]
+            order = torch.randperm(65536, device="cuda")[: tokens // 128]
             slots = (order[:, None] * 128 + torch.arange(128, device="cuda")).flatten()
             args = (*inputs(tokens), *pages, slots, *scales)
             calls.append(lambda a=args: fpa.store(*a))
         us = graph_us(calls)
         floor = tokens * 8 * 128 * 6 / rate * 1e6
-        rows.append({"store": f"prefill {tokens}", "us": us, "floor us": floor,
-                     "x floor": us / floor})
+        rows.append(
+            {"store": f"prefill {tokens}", "us": us, "floor us": floor, "x floor": us / floor}
+        )
         print(format_row(rows[-1]), flush=True)
     flush = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     nothing = torch.full((1,), -1, dtype=torch.int64, device="cuda")
@@ -158,9 +185,14 @@ def table_launch(rate: float) -> list[dict]:
     args = bench.args[0]
     rows = []
     for name, call in (
-            ("attend", lambda: fpa.attend(**args)),
-            ("store", lambda: fpa.store(key, key, args["k_pages"], args["v_pages"], slots,
-                                        args["k_scale"], args["v_scale"]))):
+        ("attend", lambda: fpa.attend(**args)),
+        (
+            "store",
+            lambda: fpa.store(
+                key, key, args["k_pages"], args["v_pages"], slots, args["k_scale"], args["v_scale"]
+            ),
+        ),
+    ):
         for _ in range(20):
             call()
         torch.cuda.synchronize()
@@ -178,8 +210,9 @@ def table_launch(rate: float) -> list[dict]:
     slots = [args["block_table"][:, -1].long() * 128 + 127 for args in bench.args]
 
     def both(args: dict, slots: torch.Tensor) -> None:
-        fpa.store(key, value, args["k_pages"], args["v_pages"], slots, args["k_scale"],
-                  args["v_scale"])
+        fpa.store(
+            key, value, args["k_pages"], args["v_pages"], slots, args["k_scale"], args["v_scale"]
+        )
         fpa.attend(**args)
 
     us = graph_us([lambda a=a, s=s: both(a, s) for a, s in zip(bench.args, slots, strict=True)])
@@ -189,17 +222,30 @@ def table_launch(rate: float) -> list[dict]:
 
 
 TUNE_SHAPES = [DECODE[0], DECODE[2], DECODE[3], DECODE[5], RAGGED[1]]
-TUNE_CONFIGS = [DecodeConfig(tile, stages, programs)
-                for tile, stages, programs in ((128, 3, 2), (128, 2, 2), (64, 3, 3), (64, 4, 3),
-                                               (64, 5, 2), (128, 3, 3))]
+TUNE_CONFIGS = [
+    DecodeConfig(tile, stages, programs)
+    for tile, stages, programs in (
+        (128, 3, 2),
+        (128, 2, 2),
+        (64, 3, 3),
+        (64, 4, 3),
+        (64, 5, 2),
+        (128, 3, 3),
+    )
+]
 
 
 def table_tune(rate: float) -> list[dict]:
     rows = []
     for shape in TUNE_SHAPES:
         for config in TUNE_CONFIGS:
-            row = {"shape": str(shape), "ragged": shape.ragged, "tile": config.tile,
-                   "stages": config.num_stages, "programs": config.programs_per_sm}
+            row = {
+                "shape": str(shape),
+                "ragged": shape.ragged,
+                "tile": config.tile,
+                "stages": config.num_stages,
+                "programs": config.programs_per_sm,
+            }
             try:
                 bench = DecodeBench(shape, config=config)
                 row |= {"us": bench.us(), "error": bench.error()}
@@ -212,15 +258,27 @@ def table_tune(rate: float) -> list[dict]:
     return rows
 
 
-TABLES = {"decode": table_decode, "ragged": table_ragged, "pages": table_pages,
-          "native": table_native, "window": table_window, "store": table_store,
-          "launch": table_launch, "tune": table_tune}
+TABLES = {
+    "decode": table_decode,
+    "ragged": table_ragged,
+    "pages": table_pages,
+    "native": table_native,
+    "window": table_window,
+    "store": table_store,
+    "launch": table_launch,
+    "tune": table_tune,
+}
 
 
 def format_row(row: dict) -> str:
-    return "  ".join(f"{name} {value:.2e}" if "error" in name and isinstance(value, float)
-                     else f"{name} {value:.1f}" if isinstance(value, float) else f"{name} {value}"
-                     for name, value in row.items())
+    return "  ".join(
+        f"{name} {value:.2e}"
+        if "error" in name and isinstance(value, float)
+        else f"{name} {value:.1f}"
+        if isinstance(value, float)
+        else f"{name} {value}"
+        for name, value in row.items()
+    )
 
 
 def compile_one(job: tuple) -> None:
@@ -258,8 +316,9 @@ def compile_all(tables: list[str], processes: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tables", nargs="*", choices=[*TABLES, []], default=[])
     parser.add_argument("--json", help="write all rows to this file")
     parser.add_argument("--processes", type=int, default=8, help="compile with so many processes")
@@ -267,8 +326,12 @@ def main() -> None:
     tables = args.tables or [name for name in TABLES if name != "tune"]
     compile_all(tables, args.processes)
     rate = copy_rate()
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-               "triton": triton.__version__, "copy GB/s": rate / 1e9}
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "copy GB/s": rate / 1e9,
+    }
     print(format_row(machine), flush=True)
     results: dict[str, object] = {"machine": machine}
     for name in tables:

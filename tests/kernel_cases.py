@@ -19,6 +19,7 @@ DECODE_KERNELS = ["plain"] if DEVICE == "cpu" else ["plain", "gluon", "without_f
 def select_decode_kernel(name, monkeypatch):
     from fp8_paged_attention import store_pages, triton_backend
     from fp8_paged_attention.device import Hardware
+
     monkeypatch.setattr(triton_backend, "USE_GLUON", name == "gluon")
     if name == "without_fp8":
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count

@@ -13,36 +13,113 @@ import tempfile
 from pathlib import Path
 
 POINTERS = {
-    "entries_ptr": "*i32", "pairs_ptr": "*i32", "table_ptr": "*i32",
-    "lens_ptr": "*i32", "starts_ptr": "*i32", "seq_lens_ptr": "*i32", "slot_ptr": "*i64",
-    "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32", "q_scale_ptr": "*fp32", "sinks_ptr": "*bf16",
-    "partial_ptr": "*fp32", "lse_ptr": "*fp32", "key_ptr": "*bf16", "value_ptr": "*bf16",
+    "entries_ptr": "*i32",
+    "pairs_ptr": "*i32",
+    "table_ptr": "*i32",
+    "lens_ptr": "*i32",
+    "starts_ptr": "*i32",
+    "seq_lens_ptr": "*i32",
+    "slot_ptr": "*i64",
+    "k_scale_ptr": "*fp32",
+    "v_scale_ptr": "*fp32",
+    "q_scale_ptr": "*fp32",
+    "sinks_ptr": "*bf16",
+    "partial_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+    "key_ptr": "*bf16",
+    "value_ptr": "*bf16",
     "out_ptr": "*bf16",
 }
 FLOATS = ("score_scale", "cap")
 STRIDES = re.compile(r"(q|out|key|value)(_head)?_stride|table_stride")
 LAYER = {
-    "HEADS": 8, "GROUP": 4, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "PAGE": 128,
-    "FORMAT": 1, "Q_FP8": False, "K_SCALE": True, "V_SCALE": True, "Q_SCALE": False,
-    "SOFTCAP": False, "SINKS": False, "WINDOW": False, "CAST": True,
+    "HEADS": 8,
+    "GROUP": 4,
+    "DK": 128,
+    "DV": 128,
+    "DK_PAD": 128,
+    "DV_PAD": 128,
+    "PAGE": 128,
+    "FORMAT": 1,
+    "Q_FP8": False,
+    "K_SCALE": True,
+    "V_SCALE": True,
+    "Q_SCALE": False,
+    "SOFTCAP": False,
+    "SINKS": False,
+    "WINDOW": False,
+    "CAST": True,
 }
-DECODE = {**LAYER, "MAX_NEW": 1, "COLUMNS": 8, "TILE": 128, "STAGES": 3, "MODE": 0, "DOT": "fp16",
-          "QUANTIZE": False, "PDL": True}
+DECODE = {
+    **LAYER,
+    "MAX_NEW": 1,
+    "COLUMNS": 8,
+    "TILE": 128,
+    "STAGES": 3,
+    "MODE": 0,
+    "DOT": "fp16",
+    "QUANTIZE": False,
+    "PDL": True,
+}
 KERNELS = {
     "decode": ("decode", "_decode_kernel", DECODE),
     "decode_hopper": ("decode_hopper", "_decode_hopper_kernel", DECODE),
-    "join": ("decode", "_join_kernel", {"GROUP": 4, "MAX_NEW": 1, "DV": 128, "DV_PAD": 128,
-                                        "PIECES": 32, "SINKS": False, "PDL": True}),
-    "prefill": ("prefill", "_prefill_kernel", {**LAYER, "TILE_Q": 64, "TILE": 64, "DOT": "fp16",
-                                               "QUANTIZE": False}),
-    "store_tokens": ("store_pages", "_store_tokens", {
-        "HEADS": 8, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "PAGE": 128,
-        "K_SCALE": True, "V_SCALE": True, "FORMAT": 1, "CAST": True}),
-    "store_groups": ("store_pages", "_store_groups", {
-        "HEADS": 8, "DK": 128, "DV": 128, "DK_PAD": 128, "DV_PAD": 128, "PAGE": 128,
-        "K_SCALE": True, "V_SCALE": True, "FORMAT": 1, "CAST": True, "ROWS": 32}),
-    "plan": ("plan", "_plan_kernel", {"HEADS": 8, "TILE": 128, "WINDOW": True, "SEQS": 64,
-                                      "BLOCK": 16, "MANY": False}),
+    "join": (
+        "decode",
+        "_join_kernel",
+        {
+            "GROUP": 4,
+            "MAX_NEW": 1,
+            "DV": 128,
+            "DV_PAD": 128,
+            "PIECES": 32,
+            "SINKS": False,
+            "PDL": True,
+        },
+    ),
+    "prefill": (
+        "prefill",
+        "_prefill_kernel",
+        {**LAYER, "TILE_Q": 64, "TILE": 64, "DOT": "fp16", "QUANTIZE": False},
+    ),
+    "store_tokens": (
+        "store_pages",
+        "_store_tokens",
+        {
+            "HEADS": 8,
+            "DK": 128,
+            "DV": 128,
+            "DK_PAD": 128,
+            "DV_PAD": 128,
+            "PAGE": 128,
+            "K_SCALE": True,
+            "V_SCALE": True,
+            "FORMAT": 1,
+            "CAST": True,
+        },
+    ),
+    "store_groups": (
+        "store_pages",
+        "_store_groups",
+        {
+            "HEADS": 8,
+            "DK": 128,
+            "DV": 128,
+            "DK_PAD": 128,
+            "DV_PAD": 128,
+            "PAGE": 128,
+            "K_SCALE": True,
+            "V_SCALE": True,
+            "FORMAT": 1,
+            "CAST": True,
+            "ROWS": 32,
+        },
+    ),
+    "plan": (
+        "plan",
+        "_plan_kernel",
+        {"HEADS": 8, "TILE": 128, "WINDOW": True, "SEQS": 64, "BLOCK": 16, "MANY": False},
+    ),
 }
 PAGES = {0: "*bf16", 1: "*fp8e4nv", 2: "*fp8e5"}
 INSTRUCTIONS = ("QGMMA", "HGMMA", "HMMA", "LDGSTS", "LDSM", "PRMT", "SHFL", "F2FP", "BAR.SYNC")
@@ -94,10 +171,12 @@ def disassemble(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True,
-                              check=True).stdout
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True,
-                               check=True)
+        sass = subprocess.run(
+            [tool, "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+        usage = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
     return sass, dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr))
 
 
@@ -108,16 +187,27 @@ def report(kernel, arch, **options):
     counts = {name: len(re.findall(rf"\b{name}", sass)) for name in INSTRUCTIONS}
     # ptxas 12.8 and 12.9 can make a conversion back from FP8 read the stack pointer, R1.
     faults = len(re.findall(r"UNPACK_B R\d+, R1(?:\.reuse)? ", sass))
-    return {"kernel": kernel, "arch": arch, **options, "shared": compiled.metadata.shared,
-            **{k.lower(): int(v) for k, v in usage.items()}, "faults": faults,
-            **{k: v for k, v in counts.items() if v}}
+    return {
+        "kernel": kernel,
+        "arch": arch,
+        **options,
+        "shared": compiled.metadata.shared,
+        **{k.lower(): int(v) for k, v in usage.items()},
+        "faults": faults,
+        **{k: v for k, v in counts.items() if v},
+    }
 
 
 def compile_all(variants, python=sys.executable, timeout=600):
     """Reports of many variants, from a fresh process."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([python, __file__, json.dumps(variants)], capture_output=True, text=True,
-                         timeout=timeout, env=environment)
+    run = subprocess.run(
+        [python, __file__, json.dumps(variants)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines()]
 

@@ -1,8 +1,8 @@
 """Runs every kernel once on a small case, for compute-sanitizer on a CUDA device:
 
-    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    compute-sanitizer --tool memcheck python tests/kernel_sanitize.py
-    compute-sanitizer --tool racecheck python tests/kernel_sanitize.py
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+compute-sanitizer --tool memcheck python tests/kernel_sanitize.py
+compute-sanitizer --tool racecheck python tests/kernel_sanitize.py
 """
 
 import torch

@@ -92,7 +92,7 @@ def test_json_is_all_there_is_on_stdout(
         (["calibrate", "MODEL", "--margin", "0"], "margin"),
         (["calibrate", "MODEL", "--samples", "many"], "--samples"),
         (["calibrate", "MODEL", "--recipe", "nope"], "there is no recipe 'nope'"),
-        (["calibrate"], "MODEL"),
+        (["calibrate"], "Missing argument"),
         (["calibrat"], "calibrat"),
         (["calibrate", "MODEL", "--strateg", "tensor"], "--strateg"),
         (["inspect", "/no/such"], "/no/such"),

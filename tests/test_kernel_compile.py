@@ -10,18 +10,38 @@ PRE_FP8 = {"CAST": False, "PDL": False}
 VARIANTS = [
     {"kernel": "decode_hopper", "arch": 90},
     {"kernel": "decode_hopper", "arch": 90, "MODE": 1, "Q_FP8": True, "Q_SCALE": True},
-    {"kernel": "decode_hopper", "arch": 90, "PAGE": 16, "FORMAT": 2, "DK": 80, "DV": 80,
-     "WINDOW": True, "SOFTCAP": True, "SINKS": True},
-    {"kernel": "decode_hopper", "arch": 90, **WIDE, "FORMAT": 0, "DOT": "bf16", "COLUMNS": 8,
-     "K_SCALE": False, "V_SCALE": False},
+    {
+        "kernel": "decode_hopper",
+        "arch": 90,
+        "PAGE": 16,
+        "FORMAT": 2,
+        "DK": 80,
+        "DV": 80,
+        "WINDOW": True,
+        "SOFTCAP": True,
+        "SINKS": True,
+    },
+    {
+        "kernel": "decode_hopper",
+        "arch": 90,
+        **WIDE,
+        "FORMAT": 0,
+        "DOT": "bf16",
+        "COLUMNS": 8,
+        "K_SCALE": False,
+        "V_SCALE": False,
+    },
     {"kernel": "decode", "arch": 80, **WIDE, **PRE_FP8},
     {"kernel": "decode", "arch": 80, **WIDE, **PRE_FP8, "FORMAT": 0, "DOT": "bf16"},
     {"kernel": "decode", "arch": 89, "TILE": 64, "PDL": False},
     {"kernel": "decode", "arch": 90, "TILE": 64},
     {"kernel": "decode", "arch": 100, "TILE": 64},
     *({"kernel": "prefill", "arch": arch, "CAST": arch > 80} for arch in (80, 89, 90, 100)),
-    *({"kernel": kernel, "arch": arch, "CAST": arch > 80}
-      for kernel in ("store_tokens", "store_groups") for arch in (80, 90)),
+    *(
+        {"kernel": kernel, "arch": arch, "CAST": arch > 80}
+        for kernel in ("store_tokens", "store_groups")
+        for arch in (80, 90)
+    ),
     {"kernel": "join", "arch": 80, "PDL": False},
     {"kernel": "join", "arch": 100},
     {"kernel": "plan", "arch": 80},

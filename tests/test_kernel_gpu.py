@@ -24,8 +24,16 @@ def decode_kernel(request, monkeypatch):
     return request.param
 
 
-def random_layer(seq_lens, heads=(32, 8), dims=(128, 128), page_size=128, dtype=torch.uint8,
-                 num_new=1, query_dtype=torch.bfloat16, seed=0):
+def random_layer(
+    seq_lens,
+    heads=(32, 8),
+    dims=(128, 128),
+    page_size=128,
+    dtype=torch.uint8,
+    num_new=1,
+    query_dtype=torch.bfloat16,
+    seed=0,
+):
     """A batch with random pages made on the device."""
     generator = torch.Generator("cuda").manual_seed(seed)
     (num_q_heads, num_kv_heads), (dk, dv) = heads, dims
@@ -45,10 +53,16 @@ def random_layer(seq_lens, heads=(32, 8), dims=(128, 128), page_size=128, dtype=
     order = torch.randperm(batch * table, device="cuda", generator=generator)
     query = 2 * torch.randn(batch * num_new, num_q_heads, dk, device="cuda", generator=generator)
     starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * num_new
-    return {"query": query.to(query_dtype), "k_pages": pages[0], "v_pages": pages[1],
-            "block_table": order.int().view(batch, table), "cu_seqlens_q": starts,
-            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
-            "max_seqlen_q": num_new, **scales}
+    return {
+        "query": query.to(query_dtype),
+        "k_pages": pages[0],
+        "v_pages": pages[1],
+        "block_table": order.int().view(batch, table),
+        "cu_seqlens_q": starts,
+        "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
+        "max_seqlen_q": num_new,
+        **scales,
+    }
 
 
 def attend(layer, **options):
@@ -61,21 +75,28 @@ def exact(layer, seq=0):
     """One sequence's decode output in float64."""
     page_size = layer["k_pages"].shape[2]
     n = int(layer["seq_lens"][seq])
-    pages = layer["block_table"][seq, :-(-n // page_size)].long()
+    pages = layer["block_table"][seq, : -(-n // page_size)].long()
     k, v = fpa.to_nhd(layer["k_pages"][pages], layer["v_pages"][pages])
     if k.dtype == torch.uint8:
-        k, v = (fpa.dequantize(x, s, dtype=torch.float64)
-                for x, s in ((k, layer["k_scale"]), (v, layer["v_scale"])))
+        k, v = (
+            fpa.dequantize(x, s, dtype=torch.float64)
+            for x, s in ((k, layer["k_scale"]), (v, layer["v_scale"]))
+        )
     k, v = (x.flatten(0, 1)[:n].double().transpose(0, 1) for x in (k, v))  # [Hkv, n, D]
     q = layer["query"][seq].double().unflatten(0, (k.shape[0], -1))
     scores = q @ k.transpose(1, 2) * layer["query"].shape[-1] ** -0.5
     return (scores.softmax(-1) @ v).flatten(0, 1)
 
 
-@pytest.mark.parametrize(("heads", "dims"), [
-    *[((32, 8), (dim, dim)) for dim in (64, 80, 96, 112, 128, 256)], ((16, 16), (192, 128)),
-    *[(heads, (128, 128)) for heads in ((64, 8), (16, 1), (9, 3), (8, 8), (64, 1))],
-], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dims"),
+    [
+        *[((32, 8), (dim, dim)) for dim in (64, 80, 96, 112, 128, 256)],
+        ((16, 16), (192, 128)),
+        *[(heads, (128, 128)) for heads in ((64, 8), (16, 1), (9, 3), (8, 8), (64, 1))],
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
 def test_shapes(heads, dims, dtype):
     query_dtype = torch.bfloat16 if dtype == torch.uint8 else dtype
@@ -124,16 +145,22 @@ def test_pool_of_more_than_2_to_the_31_entries():
         slots = torch.full((tokens,), -1, device="cuda", dtype=torch.int64)
         slots[-1] = last
         layer["k_pages"][-1].zero_()
-        fpa.store(key.expand(tokens, -1, -1), key.expand(tokens, -1, -1), layer["k_pages"],
-                  layer["v_pages"], slots)
+        fpa.store(
+            key.expand(tokens, -1, -1),
+            key.expand(tokens, -1, -1),
+            layer["k_pages"],
+            layer["v_pages"],
+            slots,
+        )
         assert torch.equal(layer["k_pages"][-1, :, -1], fpa.quantize(key, None)[0])
 
 
 def test_a_cuda_graph_follows_changing_lengths():
     for batch, longest in ((4, 3000), (64, 700)):  # planned flat, and longest first
         layer = random_layer([longest] * batch)
-        plan = fpa.DecodePlan(layer["k_pages"], layer["v_pages"], num_q_heads=32,
-                              max_num_seqs=batch)
+        plan = fpa.DecodePlan(
+            layer["k_pages"], layer["v_pages"], num_q_heads=32, max_num_seqs=batch
+        )
         out = torch.empty_like(layer["query"])
         lens = layer["seq_lens"]
 
@@ -148,8 +175,12 @@ def test_a_cuda_graph_follows_changing_lengths():
             allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
             step()
             assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
-        for lengths in ([longest] * batch, [1] * batch, [0, longest] * (batch // 2),
-                        [(i * 37) % longest + 1 for i in range(batch)]):
+        for lengths in (
+            [longest] * batch,
+            [1] * batch,
+            [0, longest] * (batch // 2),
+            [(i * 37) % longest + 1 for i in range(batch)],
+        ):
             lens.copy_(torch.tensor(lengths, dtype=torch.int32))
             out.fill_(float("nan"))
             graph.replay()
@@ -173,6 +204,7 @@ def test_the_two_decode_kernels_agree(monkeypatch, decode_kernel):
     if decode_kernel != "gluon":
         return
     from fp8_paged_attention import triton_backend
+
     layer = random_layer([4001, 17, 640])
     gluon = attend(layer)
     monkeypatch.setattr(triton_backend, "USE_GLUON", False)
@@ -189,7 +221,14 @@ def test_speculative_decoding():
 
 @pytest.mark.parametrize("new", [100, 700])
 def test_prefill_on_cached_context(new):
-    case = Case([1500, new], [new, new], heads=(8, 2), dims=(128, 128), page_size=64,
-                query_dtype=torch.bfloat16, device="cuda")
+    case = Case(
+        [1500, new],
+        [new, new],
+        heads=(8, 2),
+        dims=(128, 128),
+        page_size=64,
+        query_dtype=torch.bfloat16,
+        device="cuda",
+    )
     torch_out = case.attend(backend="torch", query=case.tensors["query"].float())
     assert relative_error(case.attend(), torch_out) < ERROR["accurate"]

@@ -32,6 +32,7 @@ def test_every_tile_is_attended_once(seed, many, monkeypatch):
     from fp8_paged_attention import plan as plan_module
     from fp8_paged_attention.device import Hardware
     from fp8_paged_attention.tuning import DecodeConfig
+
     rng = random.Random(seed)
     monkeypatch.setattr(plan_module, "MANY_PAIRS", 0 if many else 10**6)
     num_sms, heads = rng.choice([3, 20, 132]), rng.choice([1, 2, 4])
@@ -39,14 +40,20 @@ def test_every_tile_is_attended_once(seed, many, monkeypatch):
     lens = [rng.choice([0, 1, 15, 16, 17, rng.randrange(3000)]) for _ in range(rng.choice([1, 20]))]
     window, new = rng.choice([(None, 1), (50, 3)])
     pages = fpa.allocate(1, heads, 16, 16, 16, torch.uint8, DEVICE)
-    plan = fpa.DecodePlan(*pages, num_q_heads=heads, max_num_seqs=len(lens), max_seqlen_q=new,
-                          sliding_window=window, config=DecodeConfig(TILE, 2, 2))
+    plan = fpa.DecodePlan(
+        *pages,
+        num_q_heads=heads,
+        max_num_seqs=len(lens),
+        max_seqlen_q=new,
+        sliding_window=window,
+        config=DecodeConfig(TILE, 2, 2),
+    )
     for stale in (plan.entries, plan.pairs):
         stale.fill_(77)
     plan.update(torch.tensor(lens, dtype=torch.int32, device=DEVICE))
     pieces, _ = read_plan(plan)
     pairs = {(b, h): (slot, count) for b, h, slot, count in plan.pairs.tolist()}
-    joined = {(b, h) for b, h, _, _ in plan.pairs[:plan.join_grid].tolist()}
+    joined = {(b, h) for b, h, _, _ in plan.pairs[: plan.join_grid].tolist()}
     assert set(pieces) == set(pairs) == {(b, h) for b in range(len(lens)) for h in range(heads)}
     slots = []
     for (sequence, head), parts in pieces.items():
@@ -70,6 +77,7 @@ def test_few_pairs_share_the_work_equally(monkeypatch):
     from fp8_paged_attention import plan as plan_module
     from fp8_paged_attention.device import Hardware
     from fp8_paged_attention.tuning import DecodeConfig
+
     monkeypatch.setattr(plan_module, "hardware", lambda device: Hardware(0, 8))
     pages = fpa.allocate(1, 1, 16, 16, 16, torch.uint8, DEVICE)
     plan = fpa.DecodePlan(*pages, num_q_heads=1, max_num_seqs=3, config=DecodeConfig(TILE, 2, 2))

@@ -242,7 +242,7 @@ def test_an_empty_batch():
         ({"sliding_window": 0}, "sliding_window must be positive, got 0"),
         ({"softcap": -1.0}, r"softcap must be positive, got -1\.0"),
         ({"backend": "triton", "k_scale": None}, "needs CUDA tensors, got pages on cpu"),
-    ({"backend": "cuda"}, r"backend must be one of .* got 'cuda'"),
+        ({"backend": "cuda"}, r"backend must be one of .* got 'cuda'"),
         ({"seq_lens": torch.zeros(2).int().to("meta")}, "seq_lens must be on cpu"),
     ],
 )

@@ -43,6 +43,7 @@ def attend(case, **options):
 
 # --- store -----------------------------------------------------------------------------------
 
+
 def store_both(key, value, pages_dtype, slots, page_size, num_pages, scales, fp8_format="e4m3"):
     heads, dk, dv = key.shape[1], key.shape[2], value.shape[2]
     pages = []
@@ -70,16 +71,19 @@ def assert_same_bytes(ours, theirs, fp8_format):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["tensor", "head"])
 @pytest.mark.parametrize("kernel", ["tokens", "groups"])
-def test_store_is_bitwise_the_clamped_cast_of_every_bit_pattern(fp8_format, dtype, strategy,
-                                                                kernel, monkeypatch):
+def test_store_is_bitwise_the_clamped_cast_of_every_bit_pattern(
+    fp8_format, dtype, strategy, kernel, monkeypatch
+):
     from fp8_paged_attention import store_pages
+
     monkeypatch.setattr(store_pages, "MAX_TOKENS_ONE_BY_ONE", 999 if kernel == "tokens" else 0)
     x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype).to(DEVICE)
     scale = torch.tensor([0.37, 2.0] if strategy == "head" else [0.37], device=DEVICE)
     key = x.view(-1, 2, 4096 if kernel == "tokens" else 1024)  # few programs to interpret
     slots = torch.arange(len(key), device=DEVICE)
-    ours, theirs = store_both(key, key.flip(1), torch.uint8, slots, 32, 1, [scale, scale],
-                              fp8_format)
+    ours, theirs = store_both(
+        key, key.flip(1), torch.uint8, slots, 32, 1, [scale, scale], fp8_format
+    )
     assert_same_bytes(ours, theirs, fp8_format)
 
 
@@ -87,10 +91,18 @@ def test_store_is_bitwise_the_clamped_cast_of_every_bit_pattern(fp8_format, dtyp
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16], ids=str)
 def test_store_writes_its_slots_and_nothing_else(dtype, kernel, monkeypatch):
     from fp8_paged_attention import store_pages
+
     monkeypatch.setattr(store_pages, "MAX_TOKENS_ONE_BY_ONE", 999 if kernel == "tokens" else 0)
     # Chunks that begin and end inside groups, whole groups at odd rows, padding, single tokens.
-    runs = [range(5, 37), range(64, 112), [-1, -1, 200, 150, 144], range(160, 167),
-            reversed(range(240, 256)), range(128, 144), [0]]
+    runs = [
+        range(5, 37),
+        range(64, 112),
+        [-1, -1, 200, 150, 144],
+        range(160, 167),
+        reversed(range(240, 256)),
+        range(128, 144),
+        [0],
+    ]
     slots = torch.tensor([slot for run in runs for slot in run], dtype=torch.int32, device=DEVICE)
     key = torch.randn(len(slots), 2, 24, device=DEVICE)
     value = torch.randn(len(slots), 2, 3 * 16, device=DEVICE)[..., 5:25]  # strided
@@ -102,16 +114,19 @@ def test_store_writes_its_slots_and_nothing_else(dtype, kernel, monkeypatch):
 def test_store_of_nothing():
     pages = fpa.allocate(1, 2, 16, 8, 8, torch.uint8, DEVICE)
     empty = torch.zeros(0, 2, 8, device=DEVICE)
-    fpa.store(empty, empty, *pages, torch.zeros(0, dtype=torch.int32, device=DEVICE),
-              backend="triton")
+    fpa.store(
+        empty, empty, *pages, torch.zeros(0, dtype=torch.int32, device=DEVICE), backend="triton"
+    )
     assert not pages[0].any()
 
 
 # --- decode and prefill ----------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
-@pytest.mark.parametrize("lengths", [RAGGED, SPECULATIVE, MIXED],
-                         ids=["ragged", "speculative", "mixed"])
+@pytest.mark.parametrize(
+    "lengths", [RAGGED, SPECULATIVE, MIXED], ids=["ragged", "speculative", "mixed"]
+)
 @pytest.mark.parametrize("pages", [torch.uint8, torch.float16], ids=["fp8", "native"])
 def test_attend_equals_the_reference(lengths, pages, options):
     case = case_of(**lengths, pages_dtype=pages, dims=(MEDIUM, SMALL))
@@ -138,15 +153,22 @@ def test_fp8_arithmetic(lengths):
 @pytest.mark.parametrize("fp8_format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("query", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_query_dtypes_and_formats(query, fp8_format, new):
-    case = case_of(seq_lens=[45, 20], new_tokens=[new, new], dims=(MEDIUM, MEDIUM),
-                   query_dtype=query, fp8_format=fp8_format, scales=("tensor", 0.02, 0.5))
+    case = case_of(
+        seq_lens=[45, 20],
+        new_tokens=[new, new],
+        dims=(MEDIUM, MEDIUM),
+        query_dtype=query,
+        fp8_format=fp8_format,
+        scales=("tensor", 0.02, 0.5),
+    )
     error = relative_error(attend(case), case.reference())
     # The interpreter truncates where a GPU rounds to bfloat16.
     assert error < ERROR["accurate"] + (2**-8 if DEVICE == "cpu" else 0)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256),
-                                  (192, 128)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128)], ids=str
+)
 @pytest.mark.parametrize("new", [1, 9], ids=["decode", "prefill"])
 def test_c19_head_sizes(dims, new):
     case = case_of(seq_lens=[50], new_tokens=[new], heads=(2, 1), dims=dims)
@@ -168,18 +190,21 @@ def test_page_sizes(page_size):
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 128, 129, 4097])
 def test_c14_error_does_not_jump_at_a_boundary(length):
-    case = case_of(seq_lens=[length], new_tokens=[1], heads=(2, 1), dims=(SMALL, SMALL),
-                   page_size=32)
+    case = case_of(
+        seq_lens=[length], new_tokens=[1], heads=(2, 1), dims=(SMALL, SMALL), page_size=32
+    )
     assert relative_error(attend(case), case.reference()) < ERROR["accurate"]
 
 
 def test_many_sequences_are_planned_longest_first(monkeypatch):
     from fp8_paged_attention import plan
+
     monkeypatch.setattr(plan, "MANY_PAIRS", 8)
     lengths = [33, 0, 1, 700, 64, 5]
     case = case_of(seq_lens=lengths, new_tokens=[1] * 6, dims=(SMALL, SMALL))
-    table = fpa.DecodePlan(case.tensors["k_pages"], case.tensors["v_pages"], num_q_heads=4,
-                           max_num_seqs=6)
+    table = fpa.DecodePlan(
+        case.tensors["k_pages"], case.tensors["v_pages"], num_q_heads=4, max_num_seqs=6
+    )
     table.update(case.tensors["seq_lens"])
     assert table.many
     entries = table.entries[table.entries[:, 0] >= 0]
@@ -191,8 +216,9 @@ def test_many_sequences_are_planned_longest_first(monkeypatch):
 
 def test_one_plan_follows_changing_lengths():
     case = case_of(seq_lens=[97, 64, 31], new_tokens=[1] * 3, dims=(SMALL, SMALL))
-    plan = fpa.DecodePlan(case.tensors["k_pages"], case.tensors["v_pages"], num_q_heads=4,
-                          max_num_seqs=4)
+    plan = fpa.DecodePlan(
+        case.tensors["k_pages"], case.tensors["v_pages"], num_q_heads=4, max_num_seqs=4
+    )
     for lengths in ([97, 64, 31], [1, 0, 17], [96, 33, 2], [97, 1, 1]):
         lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         plan.update(lens)
@@ -202,6 +228,7 @@ def test_one_plan_follows_changing_lengths():
 
 # --- metamorphic -----------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("new", [1, 9], ids=["decode", "prefill"])
 def test_c10_moving_a_power_of_two_between_values_and_scales_changes_nothing(new):
     case = case_of(seq_lens=[50, 40], new_tokens=[new, 1], dims=(SMALL, SMALL))
@@ -210,8 +237,9 @@ def test_c10_moving_a_power_of_two_between_values_and_scales_changes_nothing(new
     scales = {name: scale * 4 for name, scale in case.scale_args.items()}
     keys, values, slots = (x.to(DEVICE) for x in (case.keys, case.values, case.slots))
     fpa.store(keys * 4, values * 4, *pages, slots, **scales, backend="triton")
-    moved = attend(case, query=case.tensors["query"] / 4, k_pages=pages[0], v_pages=pages[1],
-                   **scales)
+    moved = attend(
+        case, query=case.tensors["query"] / 4, k_pages=pages[0], v_pages=pages[1], **scales
+    )
     assert torch.equal(moved, out * 4)
     ignored = attend(case, v_scale=case.scale_args["v_scale"] * 4)
     assert torch.equal(ignored, out * 4)
@@ -219,8 +247,13 @@ def test_c10_moving_a_power_of_two_between_values_and_scales_changes_nothing(new
 
 @pytest.mark.parametrize("new", [1, 9], ids=["decode", "prefill"])
 def test_c11_k_and_v_and_heads_keep_their_own_scales(new):
-    case = case_of(seq_lens=[60], new_tokens=[new], heads=(4, 4), scales=("head", 0.5, 2.0),
-                   dims=(SMALL, SMALL))
+    case = case_of(
+        seq_lens=[60],
+        new_tokens=[new],
+        heads=(4, 4),
+        scales=("head", 0.5, 2.0),
+        dims=(SMALL, SMALL),
+    )
     out = attend(case)
     assert relative_error(out, case.reference()) < ERROR["accurate"]
     scales = case.scale_args
@@ -238,9 +271,12 @@ def test_moving_pages_and_running_twice_change_nothing(lengths):
     out = attend(case)
     assert torch.equal(attend(case), out)
     order = torch.randperm(len(case.tensors["k_pages"]), device=DEVICE)
-    moved = attend(case, k_pages=case.tensors["k_pages"][order.argsort()],
-                   v_pages=case.tensors["v_pages"][order.argsort()],
-                   block_table=order[case.tensors["block_table"].long()].int())
+    moved = attend(
+        case,
+        k_pages=case.tensors["k_pages"][order.argsort()],
+        v_pages=case.tensors["v_pages"][order.argsort()],
+        block_table=order[case.tensors["block_table"].long()].int(),
+    )
     assert torch.equal(moved, out)
 
 
@@ -249,11 +285,12 @@ def test_tokens_before_the_window_may_be_gone(new):
     case = case_of(seq_lens=[100], new_tokens=[new], dims=(SMALL, SMALL))
     expected = attend(case, sliding_window=10)
     table = case.tensors["block_table"].clone()
-    table[0, :(100 - new - 10 + 1) // 16] = -1
+    table[0, : (100 - new - 10 + 1) // 16] = -1
     assert torch.equal(attend(case, sliding_window=10, block_table=table), expected)
 
 
 # --- refusals --------------------------------------------------------------------------------
+
 
 def test_triton_refuses_pages_it_has_no_kernel_for():
     case = case_of(seq_lens=[5], new_tokens=[1], pages_dtype=torch.float32)

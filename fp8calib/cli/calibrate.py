@@ -86,6 +86,9 @@ def calibrate(
         margin=margin,
         batch_size=batch_size,
     )
+    from fp8calib.models import resolve_model
+
+    resolve_model(model)  # a wrong name is told before torch is loaded
     from fp8calib import console
     from fp8calib.calibration import calibrate as run
     from fp8calib.calibration.ranks import first_rank

@@ -83,4 +83,4 @@ def _range(values: list[float] | None) -> str:
     if not values:
         return "missing"
     low, high = min(values), max(values)
-    return f"{low:.6g}" if low == high else f"{low:.4g} to {high:.4g}"
+    return f"{low:.6g}" if low == high else f"{low:.3g} to {high:.3g}"

@@ -67,7 +67,10 @@ def run(
     json: options.Json = False,
 ) -> None:
     """Generate text on an FP8 or native KV cache; answers to stdout, all else to stderr."""
+    from fp8calib.models import resolve_model
+
     texts = list(_prompts(prompt, prompts))
+    resolve_model(model)  # a wrong name is told before torch is loaded
     from fp8calib.runtime.llm import LLM
     from fp8calib.runtime.sampling_params import SamplingParams
 

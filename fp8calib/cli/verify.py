@@ -94,6 +94,9 @@ def verify(
         .with_gates(max_ppl_increase=max_ppl_increase, max_kl=max_kl, min_top1=min_top1)
         .gates
     )
+    from fp8calib.models import resolve_model
+
+    resolve_model(model)  # a wrong name is told before torch is loaded
     from fp8calib.console import print_json
     from fp8calib.evaluation import verify as run
 

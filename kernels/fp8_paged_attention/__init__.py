@@ -58,10 +58,18 @@ __all__ = [
 ]
 
 
-def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-          slot_mapping: torch.Tensor, k_scale: torch.Tensor | None = None,
-          v_scale: torch.Tensor | None = None, *, fp8_format: str = "e4m3",
-          backend: str | None = None) -> None:
+def store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    fp8_format: str = "e4m3",
+    backend: str | None = None,
+) -> None:
     """Write new tokens' K and V into their slots, in place.
 
     FP8 pages get ``clamp(x / scale)`` rounded to nearest even, NaN as NaN; native pages get a
@@ -82,19 +90,33 @@ def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages
     """
     check_store(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale, fp8_format)
     module = load_backend(backend, k_pages)
-    module.store(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale,
-                 fp8_format=fp8_format)
+    module.store(
+        key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale, fp8_format=fp8_format
+    )
 
 
-def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-           block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, *,
-           max_seqlen_q: int, k_scale: torch.Tensor | None = None,
-           v_scale: torch.Tensor | None = None, q_scale: torch.Tensor | None = None,
-           scale: float | None = None, sliding_window: int | None = None,
-           softcap: float | None = None, sinks: torch.Tensor | None = None,
-           arithmetic: str = "accurate", fp8_format: str = "e4m3",
-           out: torch.Tensor | None = None, plan: "DecodePlan | None" = None,
-           backend: str | None = None) -> torch.Tensor:
+def attend(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    arithmetic: str = "accurate",
+    fp8_format: str = "e4m3",
+    out: torch.Tensor | None = None,
+    plan: "DecodePlan | None" = None,
+    backend: str | None = None,
+) -> torch.Tensor:
     """Attend each sequence's new tokens to all of its stored tokens.
 
     Args:
@@ -129,17 +151,47 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     if out is None:
         dtype = torch.bfloat16 if query.dtype == E4M3.dtype else query.dtype
         out = query.new_empty(*query.shape[:-1], v_pages.shape[3], dtype=dtype)
-    check_attend(query, k_pages, v_pages, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, out,
-                 k_scale=k_scale, v_scale=v_scale, q_scale=q_scale, sliding_window=sliding_window,
-                 softcap=softcap, sinks=sinks, arithmetic=arithmetic, fp8_format=fp8_format)
+    check_attend(
+        query,
+        k_pages,
+        v_pages,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        max_seqlen_q,
+        out,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        q_scale=q_scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        arithmetic=arithmetic,
+        fp8_format=fp8_format,
+    )
     module = load_backend(backend, k_pages)
     if plan is not None:
         check_plan(plan, query, k_pages, v_pages, seq_lens, max_seqlen_q, sliding_window)
-    module.attend(query, k_pages, v_pages, block_table, cu_seqlens_q, seq_lens, out,
-                  max_seqlen_q=max_seqlen_q, plan=plan, k_scale=k_scale, v_scale=v_scale,
-                  q_scale=q_scale, scale=query.shape[-1] ** -0.5 if scale is None else scale,
-                  sliding_window=sliding_window, softcap=softcap, sinks=sinks,
-                  arithmetic=arithmetic, fp8_format=fp8_format)
+    module.attend(
+        query,
+        k_pages,
+        v_pages,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        out,
+        max_seqlen_q=max_seqlen_q,
+        plan=plan,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        q_scale=q_scale,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        arithmetic=arithmetic,
+        fp8_format=fp8_format,
+    )
     return out
 
 

@@ -73,13 +73,28 @@ def _operand(x, FORMAT: tl.constexpr, MODE: tl.constexpr, DOT: tl.constexpr, CAS
 
 
 @triton.jit
-def _load_query(q_ptr, column_offset, live, scale, q_scale, DK: tl.constexpr,
-                DK_PAD: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr, Q_FP8: tl.constexpr,
-                DOT: tl.constexpr, QUANTIZE: tl.constexpr, CAST: tl.constexpr):
+def _load_query(
+    q_ptr,
+    column_offset,
+    live,
+    scale,
+    q_scale,
+    DK: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MODE: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    DOT: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    CAST: tl.constexpr,
+):
     """Queries as the right operand `[DK_PAD, WIDTH]`, and the scale of each column's scores."""
     dk = tl.arange(0, DK_PAD)
-    q = tl.load(q_ptr + column_offset[None, :] + dk[:, None],
-                mask=live[None, :] & (dk < DK)[:, None], other=0.0)
+    q = tl.load(
+        q_ptr + column_offset[None, :] + dk[:, None],
+        mask=live[None, :] & (dk < DK)[:, None],
+        other=0.0,
+    )
     if Q_FP8:
         q = _operand(q, 1, MODE, tl.float32, CAST)
     if MODE == ACCURATE:  # columns hold each query twice: the left half becomes hi, the right lo
@@ -112,8 +127,19 @@ def _load_query(q_ptr, column_offset, live, scale, q_scale, DK: tl.constexpr,
 
 
 @triton.jit
-def _probabilities(q, k, maximum, total, scale, cap, seen, MASK: tl.constexpr, MODE: tl.constexpr,
-                   SOFTCAP: tl.constexpr, OFFSET: tl.constexpr):
+def _probabilities(
+    q,
+    k,
+    maximum,
+    total,
+    scale,
+    cap,
+    seen,
+    MASK: tl.constexpr,
+    MODE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
     """A tile's part of the online softmax: k `[tile, DK]`, seen `[tile, columns]`."""
     s = tl.dot(k, q)
     if MODE == ACCURATE:
@@ -131,8 +157,9 @@ def _probabilities(q, k, maximum, total, scale, cap, seen, MASK: tl.constexpr, M
 
 
 @triton.jit
-def _output(p, v, MODE: tl.constexpr, DOT: tl.constexpr, QUANTIZE: tl.constexpr,
-            CAST: tl.constexpr):
+def _output(
+    p, v, MODE: tl.constexpr, DOT: tl.constexpr, QUANTIZE: tl.constexpr, CAST: tl.constexpr
+):
     """V^T P^T of a tile: p `[tile, columns]`, v `[DV, tile]`."""
     if MODE == ACCURATE:
         hi = to_e4m3(p, CAST)
@@ -148,8 +175,7 @@ def _output(p, v, MODE: tl.constexpr, DOT: tl.constexpr, QUANTIZE: tl.constexpr,
 
 
 @triton.jit
-def _tile_pages(table_ptr, tile, live, UNIT: tl.constexpr, TILE: tl.constexpr,
-                PAGE: tl.constexpr):
+def _tile_pages(table_ptr, tile, live, UNIT: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr):
     """Page numbers of a tile: of the whole tile, or of each of its runs of UNIT tokens."""
     tile = tl.maximum(tile, 0)
     if PAGE >= TILE:
@@ -160,8 +186,18 @@ def _tile_pages(table_ptr, tile, live, UNIT: tl.constexpr, TILE: tl.constexpr,
 
 
 @triton.jit
-def _load_k(k_ptr, pages, tile, head, token, HEADS: tl.constexpr, DK: tl.constexpr,
-            DK_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
+def _load_k(
+    k_ptr,
+    pages,
+    tile,
+    head,
+    token,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """K of a tile `[TILE, DK_PAD]`, in the order of V's positions."""
     dk = tl.arange(0, DK_PAD)
     base = (pages.to(tl.int64) * HEADS + head) * (PAGE * DK)
@@ -177,8 +213,17 @@ def _load_k(k_ptr, pages, tile, head, token, HEADS: tl.constexpr, DK: tl.constex
 
 
 @triton.jit
-def _load_v(v_ptr, pages, tile, head, HEADS: tl.constexpr, DV: tl.constexpr,
-            DV_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
+def _load_v(
+    v_ptr,
+    pages,
+    tile,
+    head,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """V of a tile `[DV_PAD, TILE]`: groups as they lie in memory, turned in registers."""
     dv = tl.arange(0, DV_PAD)
     group = tl.arange(0, TILE // 16)
@@ -197,19 +242,56 @@ def _load_v(v_ptr, pages, tile, head, HEADS: tl.constexpr, DV: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
-def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_ptr,
-                   table_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr,
-                   sinks_ptr, score_scale, cap, window,
-                   q_stride, q_head_stride, out_stride, out_head_stride, table_stride,
-                   k_scale_stride, v_scale_stride, q_scale_stride,
-                   HEADS: tl.constexpr, GROUP: tl.constexpr, MAX_NEW: tl.constexpr,
-                   COLUMNS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-                   DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
-                   TILE: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr,
-                   FORMAT: tl.constexpr, DOT: tl.constexpr, Q_FP8: tl.constexpr,
-                   QUANTIZE: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-                   Q_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-                   WINDOW: tl.constexpr, CAST: tl.constexpr, PDL: tl.constexpr):
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    entries_ptr,
+    table_ptr,
+    starts_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_scale_ptr,
+    sinks_ptr,
+    score_scale,
+    cap,
+    window,
+    q_stride,
+    q_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    k_scale_stride,
+    v_scale_stride,
+    q_scale_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAX_NEW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    MODE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DOT: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    Q_SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
     OFFSET: tl.constexpr = 0.0 if MODE == WIDE and not QUANTIZE else 8.0
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -258,8 +340,21 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
             q_scale = tl.load(q_scale_ptr + head * q_scale_stride)
         at_query = (start + q_column // GROUP).to(tl.int64) * q_stride
         at_query += (head * GROUP + q_column % GROUP) * q_head_stride
-        q, scales = _load_query(q_ptr, at_query, q_column < GROUP * new, scale, q_scale, DK,
-                                DK_PAD, WIDTH, MODE, Q_FP8, DOT, QUANTIZE, CAST)
+        q, scales = _load_query(
+            q_ptr,
+            at_query,
+            q_column < GROUP * new,
+            scale,
+            q_scale,
+            DK,
+            DK_PAD,
+            WIDTH,
+            MODE,
+            Q_FP8,
+            DOT,
+            QUANTIZE,
+            CAST,
+        )
         if MODE == ACCURATE:  # both halves have the same scales
             scales = tl.max(tl.reshape(scales, [2, COLUMNS]), 0)
         maximum = tl.full([COLUMNS], LOW, tl.float32)
@@ -274,8 +369,9 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
             next_v = _tile_pages(table, after, group_row >= 0, 16, TILE, PAGE)
             k = _load_k(k_ptr, k_pages, tile, head, token, HEADS, DK, DK_PAD, PAGE, TILE)
             k = _operand(k, FORMAT, MODE, DOT, CAST)
-            p, maximum, total, fade = _probabilities(q, k, maximum, total, scales, cap, 0, False,
-                                                     MODE, SOFTCAP, OFFSET)
+            p, maximum, total, fade = _probabilities(
+                q, k, maximum, total, scales, cap, 0, False, MODE, SOFTCAP, OFFSET
+            )
             v = _load_v(v_ptr, v_pages, tile, head, HEADS, DV, DV_PAD, PAGE, TILE)
             v = _operand(v, FORMAT, MODE, DOT, CAST)
             acc = acc * fade[None, :] + _output(p, v, MODE, DOT, QUANTIZE, CAST)
@@ -301,8 +397,9 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
             seen = position[:, None] <= newest[None, :]
             if WINDOW:
                 seen = seen & (position[:, None] > (newest - window)[None, :])
-            p, maximum, total, fade = _probabilities(q, k, maximum, total, scales, cap, seen, True,
-                                                     MODE, SOFTCAP, OFFSET)
+            p, maximum, total, fade = _probabilities(
+                q, k, maximum, total, scales, cap, seen, True, MODE, SOFTCAP, OFFSET
+            )
             v = _load_v(v_ptr, v_pages, tile, head, HEADS, DV, DV_PAD, PAGE, TILE)
             v = tl.where(live[None, :], v, tl.zeros_like(v))
             v = _operand(v, FORMAT, MODE, DOT, CAST)
@@ -320,23 +417,41 @@ def _decode_kernel(q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_p
             inverse = tl.where(total_sum > 0, v_scale / total_sum, 0.0)
             at = (start + column // GROUP).to(tl.int64) * out_stride
             at += (head * GROUP + column % GROUP) * out_head_stride
-            tl.store(out_ptr + at[None, :] + dv[:, None],
-                     (acc * inverse[None, :]).to(out_ptr.dtype.element_ty),
-                     mask=live_column[None, :] & (dv < DV)[:, None])
+            tl.store(
+                out_ptr + at[None, :] + dv[:, None],
+                (acc * inverse[None, :]).to(out_ptr.dtype.element_ty),
+                mask=live_column[None, :] & (dv < DV)[:, None],
+            )
         else:
             inverse = tl.where(total_sum > 0, v_scale / total_sum, 0.0)
             lse = tl.where(total_sum > 0, maximum + tl.log2(total_sum) - OFFSET, LOW)
             at = slot.to(tl.int64) * (GROUP * MAX_NEW) + column
-            tl.store(partial_ptr + at[None, :] * DV + dv[:, None], acc * inverse[None, :],
-                     mask=live_column[None, :] & (dv < DV)[:, None])
+            tl.store(
+                partial_ptr + at[None, :] * DV + dv[:, None],
+                acc * inverse[None, :],
+                mask=live_column[None, :] & (dv < DV)[:, None],
+            )
             tl.store(lse_ptr + at, lse, mask=live_column)
 
 
 @triton.jit
-def _join_kernel(out_ptr, partial_ptr, lse_ptr, pairs_ptr, starts_ptr, sinks_ptr, out_stride,
-                 out_head_stride, GROUP: tl.constexpr, MAX_NEW: tl.constexpr, DV: tl.constexpr,
-                 DV_PAD: tl.constexpr, PIECES: tl.constexpr, SINKS: tl.constexpr,
-                 PDL: tl.constexpr):
+def _join_kernel(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    pairs_ptr,
+    starts_ptr,
+    sinks_ptr,
+    out_stride,
+    out_head_stride,
+    GROUP: tl.constexpr,
+    MAX_NEW: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    PIECES: tl.constexpr,
+    SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Join the pieces of pair program_id(0) for column program_id(1)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -364,8 +479,11 @@ def _join_kernel(out_ptr, partial_ptr, lse_ptr, pairs_ptr, starts_ptr, sinks_ptr
             there = done + i < pieces
             piece = (slot + done + i).to(tl.int64) * (GROUP * MAX_NEW) + column
             lse = tl.load(lse_ptr + piece, mask=there, other=LOW)
-            o = tl.load(partial_ptr + piece[:, None] * DV + dv[None, :],
-                        mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+            o = tl.load(
+                partial_ptr + piece[:, None] * DV + dv[None, :],
+                mask=there[:, None] & (dv < DV)[None, :],
+                other=0.0,
+            )
             larger = tl.maximum(maximum, tl.max(lse, 0))
             fade = tl.exp2(maximum - larger)
             weight = tl.where(lse > LOW, tl.exp2(lse - larger), 0.0)

@@ -56,8 +56,10 @@ def _v_operand(tile, head_dim, entry_bytes):
     return gl.DistributedLinearLayout(
         reg_bases=[*map(at, in_word), [0, 8, 0], *map(at, further), *([0, r, 0] for r in rows)],
         lane_bases=[*map(at, lane), [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[0, 16, 0], [0, 32, 0]], block_bases=[],
-        shape=[tile // 16, head_dim, 16])
+        warp_bases=[[0, 16, 0], [0, 32, 0]],
+        block_bases=[],
+        shape=[tile // 16, head_dim, 16],
+    )
 
 
 @gluon.jit
@@ -79,15 +81,25 @@ def _in_order(p, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _pages(table, tile, begin, length, there, TILE: gl.constexpr, PAGE: gl.constexpr,
-           K_COPY: gl.constexpr, V_COPY: gl.constexpr):
+def _pages(
+    table,
+    tile,
+    begin,
+    length,
+    there,
+    TILE: gl.constexpr,
+    PAGE: gl.constexpr,
+    K_COPY: gl.constexpr,
+    V_COPY: gl.constexpr,
+):
     """The page of a tile, twice; or of each row of K and each group of V, if it spans pages.
 
     Pages without a live token may be anything: they become page 0.
     """
     if PAGE >= TILE:
-        page = gl.maximum(gl.load(table + gl.maximum(tile, 0) // (PAGE // TILE), mask=there,
-                                  other=0), 0)
+        page = gl.maximum(
+            gl.load(table + gl.maximum(tile, 0) // (PAGE // TILE), mask=there, other=0), 0
+        )
         return page, page
     else:
         row = gl.arange(0, TILE, layout=gl.SliceLayout(1, K_COPY))
@@ -101,10 +113,26 @@ def _pages(table, tile, begin, length, there, TILE: gl.constexpr, PAGE: gl.const
 
 
 @gluon.jit
-def _copy_tile(k_smem, v_smem, k_ptr, v_ptr, k_page, v_page, tile, head, there,
-               HEADS: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, DK_PAD: gl.constexpr,
-               DV_PAD: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr,
-               K_COPY: gl.constexpr, V_COPY: gl.constexpr):
+def _copy_tile(
+    k_smem,
+    v_smem,
+    k_ptr,
+    v_ptr,
+    k_page,
+    v_page,
+    tile,
+    head,
+    there,
+    HEADS: gl.constexpr,
+    DK: gl.constexpr,
+    DV: gl.constexpr,
+    DK_PAD: gl.constexpr,
+    DV_PAD: gl.constexpr,
+    PAGE: gl.constexpr,
+    TILE: gl.constexpr,
+    K_COPY: gl.constexpr,
+    V_COPY: gl.constexpr,
+):
     """Start copying a tile if it is there."""
     row = gl.arange(0, TILE, layout=gl.SliceLayout(1, K_COPY))
     dk = gl.arange(0, DK_PAD, layout=gl.SliceLayout(0, K_COPY))
@@ -132,8 +160,10 @@ def _copy_tile(k_smem, v_smem, k_ptr, v_ptr, k_page, v_page, tile, head, there,
 def _halves(x, LAYOUT: gl.constexpr):
     """`[M, 2N]` as its left and right halves, a renaming of registers."""
     left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-    return (gl.convert_layout(left, LAYOUT, assert_trivial=True),
-            gl.convert_layout(right, LAYOUT, assert_trivial=True))
+    return (
+        gl.convert_layout(left, LAYOUT, assert_trivial=True),
+        gl.convert_layout(right, LAYOUT, assert_trivial=True),
+    )
 
 
 @gluon.jit
@@ -145,17 +175,55 @@ def _both(left, right):
 
 @gluon.jit(do_not_specialize=["window", "table_stride"])
 def _decode_hopper_kernel(
-        q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, entries_ptr,
-        table_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr, sinks_ptr,
-        score_scale, cap, window, q_stride, q_head_stride, out_stride, out_head_stride,
-        table_stride, k_scale_stride, v_scale_stride, q_scale_stride,
-        HEADS: gl.constexpr, GROUP: gl.constexpr, MAX_NEW: gl.constexpr, COLUMNS: gl.constexpr,
-        DK: gl.constexpr, DV: gl.constexpr, DK_PAD: gl.constexpr, DV_PAD: gl.constexpr,
-        PAGE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
-        FORMAT: gl.constexpr, DOT: gl.constexpr, Q_FP8: gl.constexpr, QUANTIZE: gl.constexpr,
-        K_SCALE: gl.constexpr, V_SCALE: gl.constexpr, Q_SCALE: gl.constexpr,
-        SOFTCAP: gl.constexpr, SINKS: gl.constexpr, WINDOW: gl.constexpr, CAST: gl.constexpr,
-        PDL: gl.constexpr):
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    entries_ptr,
+    table_ptr,
+    starts_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_scale_ptr,
+    sinks_ptr,
+    score_scale,
+    cap,
+    window,
+    q_stride,
+    q_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    k_scale_stride,
+    v_scale_stride,
+    q_scale_stride,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    MAX_NEW: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DK: gl.constexpr,
+    DV: gl.constexpr,
+    DK_PAD: gl.constexpr,
+    DV_PAD: gl.constexpr,
+    PAGE: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    MODE: gl.constexpr,
+    FORMAT: gl.constexpr,
+    DOT: gl.constexpr,
+    Q_FP8: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    K_SCALE: gl.constexpr,
+    V_SCALE: gl.constexpr,
+    Q_SCALE: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    SINKS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CAST: gl.constexpr,
+    PDL: gl.constexpr,
+):
     gl.static_assert(CAST and not QUANTIZE)
     PAGES: gl.constexpr = k_ptr.dtype.element_ty
     BYTES: gl.constexpr = 1 if FORMAT != 0 else 2
@@ -166,10 +234,12 @@ def _decode_hopper_kernel(
     K_DEPTH: gl.constexpr = 32 // BYTES
     ROW: gl.constexpr = DK_PAD // VECTOR
     ROW_THREADS: gl.constexpr = ROW if ROW < 32 else 32
-    K_COPY: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // ROW_THREADS, ROW_THREADS], [4, 1],
-                                            [1, 0])
-    V_COPY: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [1, 32 // BYTES, BYTES], [1, 4, 1],
-                                            [2, 1, 0])
+    K_COPY: gl.constexpr = gl.BlockedLayout(
+        [1, VECTOR], [32 // ROW_THREADS, ROW_THREADS], [4, 1], [1, 0]
+    )
+    V_COPY: gl.constexpr = gl.BlockedLayout(
+        [1, 1, VECTOR], [1, 32 // BYTES, BYTES], [1, 4, 1], [2, 1, 0]
+    )
     K_SWIZZLE: gl.constexpr = DK_PAD * BYTES if DK_PAD * BYTES < 128 else 128
     P_SWIZZLE: gl.constexpr = TILE * BYTES if TILE * BYTES < 128 else 128
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout(K_SWIZZLE, BYTES * 8, 2)
@@ -180,8 +250,14 @@ def _decode_hopper_kernel(
     V_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4 // BYTES)
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, K_DEPTH])
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [],
-                                  dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0",
+            "=r",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
     k_smem = gl.allocate_shared_memory(PAGES, [STAGES, TILE, DK_PAD], K_SHARED)
     v_smem = gl.allocate_shared_memory(PAGES, [STAGES, TILE // 16, DV_PAD, 16], V_SHARED)
@@ -218,18 +294,46 @@ def _decode_hopper_kernel(
         if WINDOW:
             begin = gl.maximum(length - new - window + 1, 0)
             unwindowed = length - window
-        k_page, v_page = _pages(table, first, begin, length, first < end, TILE, PAGE, K_COPY,
-                                V_COPY)
+        k_page, v_page = _pages(
+            table, first, begin, length, first < end, TILE, PAGE, K_COPY, V_COPY
+        )
         if PDL:
-            gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32,
-                                      is_pure=False, pack=1)
+            gl.inline_asm_elementwise(
+                "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
 
         for ring in gl.static_range(STAGES - 1):
-            _copy_tile(k_smem.index(ring), v_smem.index(ring), k_ptr, v_ptr, k_page, v_page,
-                       first + ring, head, first + ring < end, HEADS, DK, DV, DK_PAD, DV_PAD,
-                       PAGE, TILE, K_COPY, V_COPY)
-            k_page, v_page = _pages(table, first + ring + 1, begin, length,
-                                    first + ring + 1 < end, TILE, PAGE, K_COPY, V_COPY)
+            _copy_tile(
+                k_smem.index(ring),
+                v_smem.index(ring),
+                k_ptr,
+                v_ptr,
+                k_page,
+                v_page,
+                first + ring,
+                head,
+                first + ring < end,
+                HEADS,
+                DK,
+                DV,
+                DK_PAD,
+                DV_PAD,
+                PAGE,
+                TILE,
+                K_COPY,
+                V_COPY,
+            )
+            k_page, v_page = _pages(
+                table,
+                first + ring + 1,
+                begin,
+                length,
+                first + ring + 1 < end,
+                TILE,
+                PAGE,
+                K_COPY,
+                V_COPY,
+            )
 
         scale = score_scale
         if K_SCALE:
@@ -239,8 +343,11 @@ def _decode_hopper_kernel(
             q_scale = gl.load(q_scale_ptr + head * q_scale_stride)
         at = (start + q_column // GROUP).to(gl.int64) * q_stride
         at += (head * GROUP + q_column % GROUP) * q_head_stride
-        q = gl.load(q_ptr + at[:, None] + dk[None, :],
-                    mask=(q_column < GROUP * new)[:, None] & (dk < DK)[None, :], other=0.0)
+        q = gl.load(
+            q_ptr + at[:, None] + dk[None, :],
+            mask=(q_column < GROUP * new)[:, None] & (dk < DK)[None, :],
+            other=0.0,
+        )
         if MODE == ACCURATE:
             if Q_FP8:
                 scales = gl.full([COLUMNS], 0.0, gl.float32, gl.SliceLayout(0, HALF))
@@ -254,7 +361,8 @@ def _decode_hopper_kernel(
                 hi = x.to(gl.float8e4nv)
                 q_smem.slice(0, COLUMNS).store(hi)
                 q_smem.slice(COLUMNS, COLUMNS).store(
-                    ((x - hi.to(gl.float32)) * Q_LO).to(gl.float8e4nv))
+                    ((x - hi.to(gl.float32)) * Q_LO).to(gl.float8e4nv)
+                )
                 scales = gl.convert_layout(scale * (largest / 448.0), gl.SliceLayout(0, HALF))
         else:
             scales = gl.full([COLUMNS], 0.0, gl.float32, gl.SliceLayout(0, HALF))
@@ -290,19 +398,37 @@ def _decode_hopper_kernel(
                 v_buffer = v_smem.index(stage)
                 dirty = v_buffer.load(V_COPY)
                 v_buffer.store(gl.where(live, dirty, gl.zeros_like(dirty)))
-            s_token = warpgroup_mma(k_smem.index(stage), q_smem.permute((1, 0)), no_scores,
-                                    use_acc=False, is_async=True)
+            s_token = warpgroup_mma(
+                k_smem.index(stage), q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True
+            )
             v = v_smem.index(stage).load(V_GROUPS)
             v = v.permute((1, 0, 2)).reshape([DV_PAD, TILE])
             v = gl.convert_layout(v, V_OPERAND, assert_trivial=True)
             # The buffers copied into were read by the tile before, whose instructions have ended.
             ahead = tile + STAGES - 1
-            _copy_tile(k_smem.index((ahead - first) % STAGES),
-                       v_smem.index((ahead - first) % STAGES), k_ptr, v_ptr, k_page, v_page, ahead,
-                       head, ahead < end, HEADS, DK, DV, DK_PAD, DV_PAD, PAGE, TILE, K_COPY,
-                       V_COPY)
-            k_page, v_page = _pages(table, ahead + 1, begin, length, ahead + 1 < end, TILE, PAGE,
-                                    K_COPY, V_COPY)
+            _copy_tile(
+                k_smem.index((ahead - first) % STAGES),
+                v_smem.index((ahead - first) % STAGES),
+                k_ptr,
+                v_ptr,
+                k_page,
+                v_page,
+                ahead,
+                head,
+                ahead < end,
+                HEADS,
+                DK,
+                DV,
+                DK_PAD,
+                DV_PAD,
+                PAGE,
+                TILE,
+                K_COPY,
+                V_COPY,
+            )
+            k_page, v_page = _pages(
+                table, ahead + 1, begin, length, ahead + 1 < end, TILE, PAGE, K_COPY, V_COPY
+            )
             s = warpgroup_mma_wait(0, deps=[s_token])
             if MODE == ACCURATE:
                 s_hi, s_lo = _halves(s, HALF)
@@ -349,18 +475,23 @@ def _decode_hopper_kernel(
         mask = live_column[None, :] & (dv < DV)[:, None]
         if slot < 0:
             if SINKS:
-                sink = gl.load(sinks_ptr + head * GROUP + column % GROUP, mask=live_column,
-                               other=0.0)
+                sink = gl.load(
+                    sinks_ptr + head * GROUP + column % GROUP, mask=live_column, other=0.0
+                )
                 total_sum += gl.exp2(sink.to(gl.float32) * 1.4426950408889634 - maximum + OFFSET)
             inverse = gl.where(total_sum > 0, v_scale / total_sum, 0.0)
             to = (start + column // GROUP).to(gl.int64) * out_stride
             to += (head * GROUP + column % GROUP) * out_head_stride
-            gl.store(out_ptr + to[None, :] + dv[:, None],
-                     (acc * inverse[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
+            gl.store(
+                out_ptr + to[None, :] + dv[:, None],
+                (acc * inverse[None, :]).to(out_ptr.dtype.element_ty),
+                mask=mask,
+            )
         else:
             inverse = gl.where(total_sum > 0, v_scale / total_sum, 0.0)
             lse = gl.where(total_sum > 0, maximum + gl.log2(total_sum) - OFFSET, LOW)
             to = slot.to(gl.int64) * (GROUP * MAX_NEW) + column
-            gl.store(partial_ptr + to[None, :] * DV + dv[:, None], acc * inverse[None, :],
-                     mask=mask)
+            gl.store(
+                partial_ptr + to[None, :] * DV + dv[:, None], acc * inverse[None, :], mask=mask
+            )
             gl.store(lse_ptr + to, lse, mask=live_column)

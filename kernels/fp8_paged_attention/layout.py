@@ -66,16 +66,23 @@ def v_page_shape(num_pages: int, num_kv_heads: int, page_size: int, head_dim: in
     return num_pages, num_kv_heads, page_size // GROUP, head_dim, GROUP
 
 
-def page_bytes(num_kv_heads: int, page_size: int, head_dim_k: int, head_dim_v: int,
-               dtype: torch.dtype) -> int:
+def page_bytes(
+    num_kv_heads: int, page_size: int, head_dim_k: int, head_dim_v: int, dtype: torch.dtype
+) -> int:
     """Bytes of one page, K and V together."""
     _check_page_size(page_size)
     return num_kv_heads * page_size * (head_dim_k + head_dim_v) * dtype.itemsize
 
 
-def allocate(num_pages: int, num_kv_heads: int, page_size: int, head_dim_k: int, head_dim_v: int,
-             dtype: torch.dtype, device: torch.device | str = "cpu",
-             ) -> tuple[torch.Tensor, torch.Tensor]:
+def allocate(
+    num_pages: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeroed K and V pages of one layer.
 
     Args:
@@ -97,8 +104,10 @@ def allocate(num_pages: int, num_kv_heads: int, page_size: int, head_dim_k: int,
         raise ValueError(f"pages must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     k_shape = k_page_shape(num_pages, num_kv_heads, page_size, head_dim_k)
     v_shape = v_page_shape(num_pages, num_kv_heads, page_size, head_dim_v)
-    return (torch.zeros(k_shape, dtype=dtype, device=device),
-            torch.zeros(v_shape, dtype=dtype, device=device))
+    return (
+        torch.zeros(k_shape, dtype=dtype, device=device),
+        torch.zeros(v_shape, dtype=dtype, device=device),
+    )
 
 
 def v_to_tokens(v_pages: torch.Tensor) -> torch.Tensor:
@@ -128,8 +137,10 @@ def from_nhd(k_nhd: torch.Tensor, v_nhd: torch.Tensor) -> tuple[torch.Tensor, to
     _check_page_size(page_size)
     v = v_nhd.reshape(num_pages, page_size // GROUP, 2, 4, 2, num_kv_heads, head_dim)
     v = v.permute(0, 5, 1, 6, 3, 2, 4)
-    return (k_nhd.transpose(1, 2).contiguous(),
-            v.reshape(v_page_shape(num_pages, num_kv_heads, page_size, head_dim)))
+    return (
+        k_nhd.transpose(1, 2).contiguous(),
+        v.reshape(v_page_shape(num_pages, num_kv_heads, page_size, head_dim)),
+    )
 
 
 def to_nhd(k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

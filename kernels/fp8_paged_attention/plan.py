@@ -56,9 +56,22 @@ def _write(entry_ptr, sequence, head, first, end, slot, following, length, mask)
 
 
 @triton.jit
-def _flat(tiles, total, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tokens,
-          num_programs, HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-          SEQS: tl.constexpr, BLOCK: tl.constexpr):
+def _flat(
+    tiles,
+    total,
+    seq_lens_ptr,
+    entries_ptr,
+    pairs_ptr,
+    num_seqs,
+    window,
+    new_tokens,
+    num_programs,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SEQS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     j = tl.arange(0, SEQS)
     ends = tl.cumsum(tiles, 0).to(tl.int64) * HEADS
     programs = tl.minimum(total, num_programs)
@@ -89,14 +102,24 @@ def _flat(tiles, total, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, 
     pair = sequence * HEADS + head
     from_program = ((begin - first + 1) * programs - 1) // total
     to_program = ((begin - first + count) * programs - 1) // total
-    following = tl.where(begin + end - first < (program + 1) * total // programs,
-                         num_programs + pair + 1, -1)
+    following = tl.where(
+        begin + end - first < (program + 1) * total // programs, num_programs + pair + 1, -1
+    )
     slot = tl.where(to_program > from_program, program + pair, -1)
-    length, low, high, _ = _tiles(seq_lens_ptr, sequence, num_seqs, TILE, WINDOW, window,
-                                  new_tokens)
-    _write(entries_ptr + i * 8, sequence, head.to(tl.int32), (low + first).to(tl.int32),
-           tl.minimum(low + end, high).to(tl.int32), slot.to(tl.int32), following.to(tl.int32),
-           length, used)
+    length, low, high, _ = _tiles(
+        seq_lens_ptr, sequence, num_seqs, TILE, WINDOW, window, new_tokens
+    )
+    _write(
+        entries_ptr + i * 8,
+        sequence,
+        head.to(tl.int32),
+        (low + first).to(tl.int32),
+        tl.minimum(low + end, high).to(tl.int32),
+        slot.to(tl.int32),
+        following.to(tl.int32),
+        length,
+        used,
+    )
     tl.store(entries_ptr + i * 8, -1, mask=(i < num_programs) & (i >= programs))
     entry = pairs_ptr + pair * 4
     pair_mask = exists & (i >= num_programs)
@@ -107,20 +130,35 @@ def _flat(tiles, total, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, 
 
 
 @triton.jit
-def _in_pieces(tiles, limit, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tokens,
-               num_entries, HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-               SEQS: tl.constexpr, BLOCK: tl.constexpr):
+def _in_pieces(
+    tiles,
+    limit,
+    seq_lens_ptr,
+    entries_ptr,
+    pairs_ptr,
+    num_seqs,
+    window,
+    new_tokens,
+    num_entries,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SEQS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     j = tl.arange(0, SEQS)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    length, low, high, own_tiles = _tiles(seq_lens_ptr, i, num_seqs, TILE, WINDOW, window,
-                                          new_tokens)
+    length, low, high, own_tiles = _tiles(
+        seq_lens_ptr, i, num_seqs, TILE, WINDOW, window, new_tokens
+    )
     cuts = tl.cdiv(tiles, limit)
     own_cuts = tl.cdiv(own_tiles, limit)
     # Pairs that are cut come first, so that the kernel that joins them finds them there.
     key = tl.cdiv(tiles, tl.maximum(cuts, 1)) + tl.where(cuts > 1, 1 << 30, 0)
     own_key = tl.cdiv(own_tiles, tl.maximum(own_cuts, 1)) + tl.where(own_cuts > 1, 1 << 30, 0)
-    before = (key[None, :] > own_key[:, None]) | ((key[None, :] == own_key[:, None])
-                                                 & (j[None, :] < i[:, None]))
+    before = (key[None, :] > own_key[:, None]) | (
+        (key[None, :] == own_key[:, None]) & (j[None, :] < i[:, None])
+    )
     rank = tl.sum((before & (j < num_seqs)[None, :]).to(tl.int32), 1)
     start = tl.sum(tl.where(before, cuts[None, :], 0), 1) * HEADS
     pieces = tl.where(i < num_seqs, own_cuts, 0)[:, None] * HEADS
@@ -135,9 +173,17 @@ def _in_pieces(tiles, limit, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, win
         first = low[:, None] + (cut * own_length // own_cuts).to(tl.int32)
         end = low[:, None] + ((cut + 1) * own_length // own_cuts).to(tl.int32)
         entry = start[:, None] + piece
-        _write(entries_ptr + entry * 8, sequence, head, first, end,
-               tl.where(own_cuts > 1, entry, -1), tl.full([BLOCK, BLOCK], -1, tl.int32),
-               length[:, None] + tl.zeros_like(sequence), mask)
+        _write(
+            entries_ptr + entry * 8,
+            sequence,
+            head,
+            first,
+            end,
+            tl.where(own_cuts > 1, entry, -1),
+            tl.full([BLOCK, BLOCK], -1, tl.int32),
+            length[:, None] + tl.zeros_like(sequence),
+            mask,
+        )
         pair = pairs_ptr + (rank[:, None] * HEADS + head) * 4
         begins = mask & (cut == 0)
         tl.store(pair, sequence, mask=begins)
@@ -152,17 +198,43 @@ def _in_pieces(tiles, limit, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, win
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "new_tokens", "num_programs"])
-def _plan_kernel(seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tokens, num_programs,
-                 HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-                 SEQS: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr):
-    _, _, _, tiles = _tiles(seq_lens_ptr, tl.arange(0, SEQS), num_seqs, TILE, WINDOW, window,
-                            new_tokens)
+def _plan_kernel(
+    seq_lens_ptr,
+    entries_ptr,
+    pairs_ptr,
+    num_seqs,
+    window,
+    new_tokens,
+    num_programs,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SEQS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    _, _, _, tiles = _tiles(
+        seq_lens_ptr, tl.arange(0, SEQS), num_seqs, TILE, WINDOW, window, new_tokens
+    )
     total = tl.sum(tiles.to(tl.int64), 0) * HEADS
     share = tl.cdiv(total, num_programs).to(tl.int32)
     if MANY:
-        _in_pieces(tiles, tl.maximum(share, 4), seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs,
-                   window, new_tokens, num_programs + num_seqs * HEADS, HEADS, TILE, WINDOW, SEQS,
-                   BLOCK)
+        _in_pieces(
+            tiles,
+            tl.maximum(share, 4),
+            seq_lens_ptr,
+            entries_ptr,
+            pairs_ptr,
+            num_seqs,
+            window,
+            new_tokens,
+            num_programs + num_seqs * HEADS,
+            HEADS,
+            TILE,
+            WINDOW,
+            SEQS,
+            BLOCK,
+        )
     else:
         low = share
         high = tl.max(tiles, 0)
@@ -173,11 +245,39 @@ def _plan_kernel(seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tok
             high = tl.where(fits, limit, high)
         fits = tl.sum(tl.cdiv(tiles, high), 0) * HEADS <= num_programs
         if fits & (high <= share + 1):  # starting twice costs about as much as a tile
-            _in_pieces(tiles, high, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window,
-                       new_tokens, num_programs, HEADS, TILE, WINDOW, SEQS, BLOCK)
+            _in_pieces(
+                tiles,
+                high,
+                seq_lens_ptr,
+                entries_ptr,
+                pairs_ptr,
+                num_seqs,
+                window,
+                new_tokens,
+                num_programs,
+                HEADS,
+                TILE,
+                WINDOW,
+                SEQS,
+                BLOCK,
+            )
         else:
-            _flat(tiles, total, seq_lens_ptr, entries_ptr, pairs_ptr, num_seqs, window, new_tokens,
-                  num_programs, HEADS, TILE, WINDOW, SEQS, BLOCK)
+            _flat(
+                tiles,
+                total,
+                seq_lens_ptr,
+                entries_ptr,
+                pairs_ptr,
+                num_seqs,
+                window,
+                new_tokens,
+                num_programs,
+                HEADS,
+                TILE,
+                WINDOW,
+                SEQS,
+                BLOCK,
+            )
 
 
 class DecodePlan:
@@ -188,9 +288,17 @@ class DecodePlan:
     a step, inside the CUDA graph, before the first layer's ``attend(..., plan=plan)``.
     """
 
-    def __init__(self, k_pages: torch.Tensor, v_pages: torch.Tensor, *, num_q_heads: int,
-                 max_num_seqs: int, max_seqlen_q: int = 1, sliding_window: int | None = None,
-                 config: DecodeConfig | None = None) -> None:
+    def __init__(
+        self,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *,
+        num_q_heads: int,
+        max_num_seqs: int,
+        max_seqlen_q: int = 1,
+        sliding_window: int | None = None,
+        config: DecodeConfig | None = None,
+    ) -> None:
         """
         Args:
             k_pages: `[num_pages, num_kv_heads, page_size, head_dim_k]` of any layer of the kind.
@@ -263,24 +371,40 @@ class DecodePlan:
         Raises:
             ValueError: another dtype, device or too many sequences.
         """
-        if (seq_lens.dtype != torch.int32 or seq_lens.dim() != 1
-                or seq_lens.device != self.entries.device):
-            raise ValueError("seq_lens must be int32 of shape [B] on the plan's device, got "
-                             f"{seq_lens.dtype} {list(seq_lens.shape)} on {seq_lens.device}")
+        if (
+            seq_lens.dtype != torch.int32
+            or seq_lens.dim() != 1
+            or seq_lens.device != self.entries.device
+        ):
+            raise ValueError(
+                "seq_lens must be int32 of shape [B] on the plan's device, got "
+                f"{seq_lens.dtype} {list(seq_lens.shape)} on {seq_lens.device}"
+            )
         if len(seq_lens) > self.max_num_seqs:
-            raise ValueError(f"the plan is for at most {self.max_num_seqs} sequences, "
-                             f"got {len(seq_lens)}")
+            raise ValueError(
+                f"the plan is for at most {self.max_num_seqs} sequences, got {len(seq_lens)}"
+            )
         self.num_seqs = len(seq_lens)
         if self.num_seqs == 0:
             return self
         # Flat plans are made an entry at a time, pieces a sequence at a time.
         items = self.num_seqs if self.many else self.num_programs + self.num_pairs
         _plan_kernel[(triton.cdiv(items, _BLOCK),)](
-            seq_lens, self.entries, self.pairs, self.num_seqs, self.sliding_window or 0,
-            self.max_seqlen_q, self.num_programs, HEADS=self.num_kv_heads, TILE=self.config.tile,
+            seq_lens,
+            self.entries,
+            self.pairs,
+            self.num_seqs,
+            self.sliding_window or 0,
+            self.max_seqlen_q,
+            self.num_programs,
+            HEADS=self.num_kv_heads,
+            TILE=self.config.tile,
             WINDOW=self.sliding_window is not None,
-            SEQS=max(16, triton.next_power_of_2(self.num_seqs)), BLOCK=_BLOCK, MANY=self.many,
-            num_warps=4)
+            SEQS=max(16, triton.next_power_of_2(self.num_seqs)),
+            BLOCK=_BLOCK,
+            MANY=self.many,
+            num_warps=4,
+        )
         return self
 
 

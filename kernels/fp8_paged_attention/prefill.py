@@ -17,17 +17,50 @@ def _widen(x, FORMAT: tl.constexpr, DOT: tl.constexpr, CAST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
-def _prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lens_ptr, starts_ptr, k_scale_ptr,
-                    v_scale_ptr, q_scale_ptr, sinks_ptr, score_scale, cap, window,
-                    q_stride, q_head_stride, out_stride, out_head_stride, table_stride,
-                    k_scale_stride, v_scale_stride, q_scale_stride,
-                    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-                    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
-                    TILE_Q: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
-                    DOT: tl.constexpr, Q_FP8: tl.constexpr, QUANTIZE: tl.constexpr,
-                    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, Q_SCALE: tl.constexpr,
-                    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
-                    CAST: tl.constexpr):
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    lens_ptr,
+    starts_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_scale_ptr,
+    sinks_ptr,
+    score_scale,
+    cap,
+    window,
+    q_stride,
+    q_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    k_scale_stride,
+    v_scale_stride,
+    q_scale_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DOT: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    Q_SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAST: tl.constexpr,
+):
     OFFSET: tl.constexpr = 8.0 if QUANTIZE else 0.0
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     q_head = tl.program_id(1)
@@ -50,8 +83,11 @@ def _prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lens_ptr, starts_pt
         if K_SCALE:
             scale = scale * tl.load(k_scale_ptr + head * k_scale_stride)
         at = (start + row).to(tl.int64) * q_stride + q_head * q_head_stride
-        q = tl.load(q_ptr + at[:, None] + dk[None, :],
-                    mask=(row < new)[:, None] & (dk < DK)[None, :], other=0.0)
+        q = tl.load(
+            q_ptr + at[:, None] + dk[None, :],
+            mask=(row < new)[:, None] & (dk < DK)[None, :],
+            other=0.0,
+        )
         q_scale = 1.0
         if Q_SCALE:
             q_scale = tl.load(q_scale_ptr + head * q_scale_stride)
@@ -83,16 +119,23 @@ def _prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lens_ptr, starts_pt
             live = (position < end) & (position >= begin)
             page = tl.load(table + position // PAGE, mask=live, other=0).to(tl.int64)
             k_at = ((page * HEADS + head) * PAGE + position % PAGE) * DK
-            k = tl.load(k_ptr + k_at[None, :] + dk[:, None],
-                        mask=live[None, :] & (dk < DK)[:, None], other=0.0)
+            k = tl.load(
+                k_ptr + k_at[None, :] + dk[:, None],
+                mask=live[None, :] & (dk < DK)[:, None],
+                other=0.0,
+            )
             group_position = tile * TILE + group_token
             group_live = (group_position < end) & (group_position >= begin)
             first = tile * TILE + group * 16
-            page = tl.load(table + first // PAGE,
-                           mask=tl.max(group_live.to(tl.int32), 1) > 0, other=0).to(tl.int64)
+            page = tl.load(
+                table + first // PAGE, mask=tl.max(group_live.to(tl.int32), 1) > 0, other=0
+            ).to(tl.int64)
             v_at = ((page * HEADS + head) * (PAGE // 16) + first % PAGE // 16) * (DV * 16)
-            v = tl.load(v_ptr + v_at[:, None, None] + (dv * 16)[None, :, None] + i[None, None, :],
-                        mask=group_live[:, None, :] & (dv < DV)[None, :, None], other=0.0)
+            v = tl.load(
+                v_ptr + v_at[:, None, None] + (dv * 16)[None, :, None] + i[None, None, :],
+                mask=group_live[:, None, :] & (dv < DV)[None, :, None],
+                other=0.0,
+            )
             v = tl.reshape(tl.permute(v, [0, 2, 1]), [TILE, DV_PAD])
 
             s = tl.dot(q, _widen(k, FORMAT, DOT, CAST)) * scales[:, None]
@@ -118,5 +161,8 @@ def _prefill_kernel(q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lens_ptr, starts_pt
             v_scale = tl.load(v_scale_ptr + head * v_scale_stride)
         acc = acc * tl.where(total > 0, v_scale / total, 0.0)[:, None]
         at = (start + row).to(tl.int64) * out_stride + q_head * out_head_stride
-        tl.store(out_ptr + at[:, None] + dv[None, :], acc.to(out_ptr.dtype.element_ty),
-                 mask=(row < new)[:, None] & (dv < DV)[None, :])
+        tl.store(
+            out_ptr + at[:, None] + dv[None, :],
+            acc.to(out_ptr.dtype.element_ty),
+            mask=(row < new)[:, None] & (dv < DV)[None, :],
+        )

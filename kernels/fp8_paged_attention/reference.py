@@ -8,9 +8,17 @@ from .layout import GROUP, POSITION
 from .scale import E4M3, Fp8Format, dequantize, get_format, quantize
 
 
-def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-          slot_mapping: torch.Tensor, k_scale: torch.Tensor | None = None,
-          v_scale: torch.Tensor | None = None, *, fp8_format: str = "e4m3") -> None:
+def store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    *,
+    fp8_format: str = "e4m3",
+) -> None:
     """Write each token's K and V to its slot; see :func:`fp8_paged_attention.store`."""
     if k_pages.dtype == torch.uint8:
         fmt = get_format(fp8_format)
@@ -25,12 +33,22 @@ def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages
         v_pages[page, :, group, :, POSITION[in_group]] = value[token].to(v_pages.dtype)
 
 
-def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-           block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, *,
-           k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-           scale: float | None = None, sliding_window: int | None = None,
-           softcap: float | None = None, sinks: torch.Tensor | None = None,
-           fp8_format: str = "e4m3") -> torch.Tensor:
+def attend(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    fp8_format: str = "e4m3",
+) -> torch.Tensor:
     """Attention of every query over its sequence's pages, in float64.
 
     Arguments as in :func:`fp8_paged_attention.attend`. The arithmetic is exact on the dequantised
@@ -56,10 +74,21 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
             keys = [divmod(position, page_size) for position in range(first, last + 1)]
             for head in range(num_q_heads):
                 kv_head = head * num_kv_heads // num_q_heads
-                k = torch.stack([k_pages[block_table[seq, page], kv_head, offset]
-                                 for page, offset in keys])
-                v = torch.stack([v_pages[block_table[seq, page], kv_head, offset // GROUP, :,
-                                         POSITION[offset % GROUP]] for page, offset in keys])
+                k = torch.stack(
+                    [k_pages[block_table[seq, page], kv_head, offset] for page, offset in keys]
+                )
+                v = torch.stack(
+                    [
+                        v_pages[
+                            block_table[seq, page],
+                            kv_head,
+                            offset // GROUP,
+                            :,
+                            POSITION[offset % GROUP],
+                        ]
+                        for page, offset in keys
+                    ]
+                )
                 k = _values(k, k_scale, kv_head, fmt)
                 v = _values(v, v_scale, kv_head, fmt)
                 scores = k @ query[token, head].double() * scale
@@ -74,11 +103,15 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     return out
 
 
-def _values(x: torch.Tensor, scale: torch.Tensor | None, head: int, fmt: Fp8Format = E4M3,
-            ) -> torch.Tensor:
+def _values(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    head: int,
+    fmt: Fp8Format = E4M3,
+) -> torch.Tensor:
     """One head's page entries `[num_keys, head_dim]` as float64."""
     if x.dtype != torch.uint8:
         return x.double()
     if scale is not None:
-        scale = scale[min(head, len(scale) - 1):][:1]
+        scale = scale[min(head, len(scale) - 1) :][:1]
     return dequantize(x, scale, fmt, torch.float64)

@@ -83,8 +83,12 @@ def quantize(x: torch.Tensor, scale: torch.Tensor | None, fmt: Fp8Format = E4M3)
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor | None, fmt: Fp8Format = E4M3,
-               dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor | None,
+    fmt: Fp8Format = E4M3,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """Decode FP8 codes: ``code * scale``, multiplied in float32 (float64 if ``dtype`` is).
 
     Args:

@@ -23,8 +23,16 @@ GROUP_WARPS = 2
 
 
 @triton.jit
-def _values(x, scale_ptr, head, scale_stride, SCALE: tl.constexpr, FORMAT: tl.constexpr,
-            CAST: tl.constexpr, PAGES: tl.constexpr):
+def _values(
+    x,
+    scale_ptr,
+    head,
+    scale_stride,
+    SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    PAGES: tl.constexpr,
+):
     """Input as page entries: FP8 codes, or a cast."""
     if FORMAT == 0:
         return x.to(PAGES)
@@ -43,12 +51,31 @@ def _position(offset):
 
 
 @triton.jit
-def _store_tokens(key_ptr, value_ptr, k_ptr, v_ptr, slot_ptr, k_scale_ptr, v_scale_ptr,
-                  key_stride, key_head_stride, value_stride, value_head_stride,
-                  k_scale_stride, v_scale_stride,
-                  HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-                  DV_PAD: tl.constexpr, PAGE: tl.constexpr, K_SCALE: tl.constexpr,
-                  V_SCALE: tl.constexpr, FORMAT: tl.constexpr, CAST: tl.constexpr):
+def _store_tokens(
+    key_ptr,
+    value_ptr,
+    k_ptr,
+    v_ptr,
+    slot_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    k_scale_stride,
+    v_scale_stride,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+):
     token = tl.program_id(0)
     head = tl.program_id(1)
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -60,10 +87,12 @@ def _store_tokens(key_ptr, value_ptr, k_ptr, v_ptr, slot_ptr, k_scale_ptr, v_sca
         row = token.to(tl.int64)
         k = tl.load(key_ptr + row * key_stride + head * key_head_stride + dk, mask=dk < DK)
         v = tl.load(value_ptr + row * value_stride + head * value_head_stride + dv, mask=dv < DV)
-        k = _values(k, k_scale_ptr, head, k_scale_stride, K_SCALE, FORMAT, CAST,
-                    k_ptr.dtype.element_ty)
-        v = _values(v, v_scale_ptr, head, v_scale_stride, V_SCALE, FORMAT, CAST,
-                    v_ptr.dtype.element_ty)
+        k = _values(
+            k, k_scale_ptr, head, k_scale_stride, K_SCALE, FORMAT, CAST, k_ptr.dtype.element_ty
+        )
+        v = _values(
+            v, v_scale_ptr, head, v_scale_stride, V_SCALE, FORMAT, CAST, v_ptr.dtype.element_ty
+        )
         tl.store(k_ptr + (page_head * PAGE + offset) * DK + dk, k, mask=dk < DK)
         group = v_ptr + (page_head * (PAGE // 16) + offset // 16) * (DV * 16)
         tl.store(group + dv * 16 + _position(offset), v, mask=dv < DV)
@@ -93,13 +122,33 @@ def _first_group(slot_ptr, block, num_tokens, ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _store_groups(key_ptr, value_ptr, k_ptr, v_ptr, slot_ptr, k_scale_ptr, v_scale_ptr,
-                  key_stride, key_head_stride, value_stride, value_head_stride,
-                  k_scale_stride, v_scale_stride, num_tokens,
-                  HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr,
-                  DV_PAD: tl.constexpr, PAGE: tl.constexpr, K_SCALE: tl.constexpr,
-                  V_SCALE: tl.constexpr, FORMAT: tl.constexpr, CAST: tl.constexpr,
-                  ROWS: tl.constexpr):
+def _store_groups(
+    key_ptr,
+    value_ptr,
+    k_ptr,
+    v_ptr,
+    slot_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    k_scale_stride,
+    v_scale_stride,
+    num_tokens,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_PAD: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAST: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     block = tl.program_id(0)
     head = tl.program_id(1)
     GROUPS: tl.constexpr = ROWS // 16
@@ -113,10 +162,10 @@ def _store_groups(key_ptr, value_ptr, k_ptr, v_ptr, slot_ptr, k_scale_ptr, v_sca
     stored = slot >= 0
 
     mask = stored[:, None] & (dk < DK)[None, :]
-    k = tl.load(key_ptr + (rows * key_stride + head * key_head_stride)[:, None] + dk[None, :],
-                mask=mask)
-    k = _values(k, k_scale_ptr, head, k_scale_stride, K_SCALE, FORMAT, CAST,
-                k_ptr.dtype.element_ty)
+    k = tl.load(
+        key_ptr + (rows * key_stride + head * key_head_stride)[:, None] + dk[None, :], mask=mask
+    )
+    k = _values(k, k_scale_ptr, head, k_scale_stride, K_SCALE, FORMAT, CAST, k_ptr.dtype.element_ty)
     tl.store(k_ptr + ((page_head * PAGE + offset) * DK)[:, None] + dk[None, :], k, mask=mask)
 
     # This block owns the groups that begin in it; its first rows may end a group of the last one.
@@ -139,29 +188,46 @@ def _store_groups(key_ptr, value_ptr, k_ptr, v_ptr, slot_ptr, k_scale_ptr, v_sca
         token = i // 16 * 16 + i // 2 % 2 * 8 + i % 16 // 4 * 2 + i % 2
         source = (first + token).to(tl.int64)
         in_whole = tl.sum((((i // 16)[:, None] == g[None, :]) & whole[None, :]).to(tl.int32), 1) > 0
-        v = tl.load(value_ptr + (source * value_stride + head * value_head_stride)[:, None]
-                    + dv[None, :], mask=in_whole[:, None] & (dv < DV)[None, :])
-        v = _values(v, v_scale_ptr, head, v_scale_stride, V_SCALE, FORMAT, CAST,
-                    v_ptr.dtype.element_ty)
+        v = tl.load(
+            value_ptr + (source * value_stride + head * value_head_stride)[:, None] + dv[None, :],
+            mask=in_whole[:, None] & (dv < DV)[None, :],
+        )
+        v = _values(
+            v, v_scale_ptr, head, v_scale_stride, V_SCALE, FORMAT, CAST, v_ptr.dtype.element_ty
+        )
         v = tl.permute(tl.reshape(v, [GROUPS, 16, DV_PAD]), [0, 2, 1])
         group = (start // PAGE * HEADS + head) * (PAGE // 16) + start % PAGE // 16
         target = v_ptr + (group * (DV * 16))[:, None, None] + (dv * 16)[None, :, None]
-        tl.store(target + tl.arange(0, 16)[None, None, :], v,
-                 mask=whole[:, None, None] & (dv < DV)[None, :, None])
+        tl.store(
+            target + tl.arange(0, 16)[None, None, :],
+            v,
+            mask=whole[:, None, None] & (dv < DV)[None, :, None],
+        )
     single = stored & (covered == 0)
     if tl.max(single.to(tl.int32), 0) > 0:
         mask = single[:, None] & (dv < DV)[None, :]
-        v = tl.load(value_ptr + (rows * value_stride + head * value_head_stride)[:, None]
-                    + dv[None, :], mask=mask)
-        v = _values(v, v_scale_ptr, head, v_scale_stride, V_SCALE, FORMAT, CAST,
-                    v_ptr.dtype.element_ty)
+        v = tl.load(
+            value_ptr + (rows * value_stride + head * value_head_stride)[:, None] + dv[None, :],
+            mask=mask,
+        )
+        v = _values(
+            v, v_scale_ptr, head, v_scale_stride, V_SCALE, FORMAT, CAST, v_ptr.dtype.element_ty
+        )
         group = (page_head * (PAGE // 16) + offset // 16) * (DV * 16)
         tl.store(v_ptr + (group + _position(offset))[:, None] + (dv * 16)[None, :], v, mask=mask)
 
 
-def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-          slot_mapping: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
-          *, fp8_format: str) -> None:
+def store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    *,
+    fp8_format: str,
+) -> None:
     """Launch the kernel that suits the number of tokens; see :func:`fp8_paged_attention.store`."""
     num_tokens, num_heads, head_dim_k = key.shape
     head_dim_v = value.shape[2]
@@ -170,22 +236,38 @@ def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages
     code = 0
     if k_pages.dtype == torch.uint8:
         code = 2 if get_format(fp8_format).name == "e5m2" else 1
-    args = (key, value, k_pages, v_pages, slot_mapping,
-            k_pages if k_scale is None else k_scale, v_pages if v_scale is None else v_scale,
-            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            scale_stride(k_scale), scale_stride(v_scale))
+    args = (
+        key,
+        value,
+        k_pages,
+        v_pages,
+        slot_mapping,
+        k_pages if k_scale is None else k_scale,
+        v_pages if v_scale is None else v_scale,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        scale_stride(k_scale),
+        scale_stride(v_scale),
+    )
     constants = {
-        "HEADS": num_heads, "DK": head_dim_k, "DV": head_dim_v,
-        "DK_PAD": triton.next_power_of_2(head_dim_k), "DV_PAD": triton.next_power_of_2(head_dim_v),
-        "PAGE": k_pages.shape[2], "K_SCALE": k_scale is not None, "V_SCALE": v_scale is not None,
-        "FORMAT": code, "CAST": hardware(k_pages.device).has_fp8,
+        "HEADS": num_heads,
+        "DK": head_dim_k,
+        "DV": head_dim_v,
+        "DK_PAD": triton.next_power_of_2(head_dim_k),
+        "DV_PAD": triton.next_power_of_2(head_dim_v),
+        "PAGE": k_pages.shape[2],
+        "K_SCALE": k_scale is not None,
+        "V_SCALE": v_scale is not None,
+        "FORMAT": code,
+        "CAST": hardware(k_pages.device).has_fp8,
     }
     if num_tokens <= MAX_TOKENS_ONE_BY_ONE:
         _store_tokens[(num_tokens, num_heads)](*args, **constants, num_warps=1)
     else:
         grid = (triton.cdiv(num_tokens, GROUP_ROWS), num_heads)
-        _store_groups[grid](*args, num_tokens, **constants, ROWS=GROUP_ROWS,
-                            num_warps=GROUP_WARPS)
+        _store_groups[grid](*args, num_tokens, **constants, ROWS=GROUP_ROWS, num_warps=GROUP_WARPS)
 
 
 def scale_stride(scale: torch.Tensor | None) -> int:

@@ -41,9 +41,17 @@ class Attention:
     quantize_p: bool
 
 
-def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-          slot_mapping: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
-          *, fp8_format: str) -> None:
+def store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    *,
+    fp8_format: str,
+) -> None:
     """Write each token's K and V to its slot; see :func:`fp8_paged_attention.store`."""
     if k_pages.dtype == torch.uint8:
         fmt = get_format(fp8_format)
@@ -66,12 +74,27 @@ def store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor, v_pages
     v_pages[page, :, offset // GROUP, :, position] = value.to(v_pages.dtype)
 
 
-def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-           block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
-           out: torch.Tensor, *, max_seqlen_q: int, plan: object, k_scale: torch.Tensor | None,
-           v_scale: torch.Tensor | None, q_scale: torch.Tensor | None, scale: float,
-           sliding_window: int | None, softcap: float | None, sinks: torch.Tensor | None,
-           arithmetic: str, fp8_format: str) -> None:
+def attend(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    plan: object,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    arithmetic: str,
+    fp8_format: str,
+) -> None:
     """Fill ``out``; see :func:`fp8_paged_attention.attend` (needs no plan or bound)."""
     attention = Attention(scale, sliding_window, softcap, sinks, arithmetic == "fp8")
     pages = Pages(k_pages, v_pages, block_table, k_scale, v_scale, get_format(fp8_format))
@@ -98,8 +121,9 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
         out[rows] = result.to(out.dtype)
 
 
-def _query_values(query: torch.Tensor, q_scale: torch.Tensor | None, pages: "Pages",
-                  arithmetic: str) -> torch.Tensor:
+def _query_values(
+    query: torch.Tensor, q_scale: torch.Tensor | None, pages: "Pages", arithmetic: str
+) -> torch.Tensor:
     """The values that queries `[num_tokens, num_q_heads, head_dim]` stand for, in the dtype to
     compute in: the pages' for native pages, float32 for FP8."""
     if query.dtype != E4M3.dtype and arithmetic == "accurate":
@@ -121,8 +145,12 @@ class Pages:
     v_scale: torch.Tensor | None
     fmt: Fp8Format
 
-    def rows(self, seqs: Sequence[int], first_page: list[int], num_tokens: list[int],
-             ) -> torch.Tensor:
+    def rows(
+        self,
+        seqs: Sequence[int],
+        first_page: list[int],
+        num_tokens: list[int],
+    ) -> torch.Tensor:
         """Where some sequences' pages lie, from their first page that is wanted to their last.
 
         Returns:
@@ -134,7 +162,7 @@ class Pages:
         width = max(last - first for first, last in zip(first_page, last_page, strict=True)) + 1
         device = self.k.device
         if len(seqs) == 1:
-            pages = self.block_table[seqs[0], None, first_page[0]:first_page[0] + width]
+            pages = self.block_table[seqs[0], None, first_page[0] : first_page[0] + width]
         else:
             table = torch.tensor([seqs, first_page, last_page], device=device)
             seq, first, last = table[:, :, None]
@@ -143,8 +171,13 @@ class Pages:
             pages = self.block_table[seq, columns.minimum(last)]
         return (pages[:, None] * num_kv_heads + _heads(num_kv_heads, device)).flatten()
 
-    def gather(self, seq: int, first: int, end: int, dtype: torch.dtype,
-               ) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(
+        self,
+        seq: int,
+        first: int,
+        end: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens first..end of a sequence as `[num_kv_heads, tokens, head_dim]`."""
         _, num_kv_heads, page_size, _ = self.k.shape
         page = first // page_size
@@ -152,19 +185,24 @@ class Pages:
         k = self.k.flatten(0, 1).index_select(0, rows)
         v = v_to_tokens(self.v.flatten(0, 1).index_select(0, rows))
         k, v = (x.view(num_kv_heads, -1, x.shape[-1]) for x in (k, v))
-        k, v = (x[:, first - page * page_size:end - page * page_size] for x in (k, v))
+        k, v = (x[:, first - page * page_size : end - page * page_size] for x in (k, v))
         return self._values(k, self.k_scale, dtype), self._values(v, self.v_scale, dtype)
 
-    def _values(self, x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype,
-                ) -> torch.Tensor:
+    def _values(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         """Page entries `[heads, tokens, dim]` as values."""
         if x.dtype != torch.uint8:
             return x.to(dtype)
         return _decode(x, None if scale is None else scale[:, None], self.fmt).to(dtype)
 
 
-def _attend_few(query: torch.Tensor, pages: Pages, seqs: Sequence[int], lens: list[int],
-                attention: Attention) -> torch.Tensor:
+def _attend_few(
+    query: torch.Tensor, pages: Pages, seqs: Sequence[int], lens: list[int], attention: Attention
+) -> torch.Tensor:
     """Attend sequences that have equally many and few new tokens, in float32.
 
     Args:
@@ -180,21 +218,27 @@ def _attend_few(query: torch.Tensor, pages: Pages, seqs: Sequence[int], lens: li
     first_page = [start // page_size for start in first]
     rows = pages.rows(seqs, first_page, lens)
     k = pages.k.flatten(0, 1).index_select(0, rows).view(batch, num_kv_heads, -1, query.shape[-1])
-    v = pages.v.flatten(0, 1).index_select(0, rows).view(batch, num_kv_heads, -1,
-                                                         *pages.v.shape[3:])
+    v = (
+        pages.v.flatten(0, 1)
+        .index_select(0, rows)
+        .view(batch, num_kv_heads, -1, *pages.v.shape[3:])
+    )
     for b, page in enumerate(first_page):
         _blank(v[b], first[b] - page * page_size, lens[b] - page * page_size)
     k, v = (_decode(x, None, pages.fmt) if x.dtype == torch.uint8 else x.float() for x in (k, v))
     # [batch, num_kv_heads, group * num_new, head_dim]: all that read the same K and V.
     q = query.float().unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    q = q * (attention.scale if pages.k_scale is None else
-             attention.scale * pages.k_scale[:, None, None])
+    q = q * (
+        attention.scale if pages.k_scale is None else attention.scale * pages.k_scale[:, None, None]
+    )
     s = (q @ k.transpose(2, 3)).unflatten(2, (-1, num_new))
     if attention.softcap:
         s = torch.tanh(s / attention.softcap).mul_(attention.softcap)
     # Tokens are counted from the first page that was read.
-    spans = [(start - page * page_size, end - page * page_size)
-             for start, end, page in zip(first, lens, first_page, strict=True)]
+    spans = [
+        (start - page * page_size, end - page * page_size)
+        for start, end, page in zip(first, lens, first_page, strict=True)
+    ]
     if num_new == 1 and batch <= FEW:
         for b, (start, stop) in enumerate(spans):
             s[b, ..., :start] = s[b, ..., stop:] = float("-inf")
@@ -225,7 +269,7 @@ def _blank(v: torch.Tensor, start: int, stop: int) -> None:
     group, inside = divmod(stop, GROUP)
     if group < v.shape[1]:
         v[:, group].masked_fill_(_v_order(v.device) >= inside, 0)
-        v[:, group + 1:] = 0
+        v[:, group + 1 :] = 0
 
 
 @cache
@@ -240,8 +284,13 @@ def _v_order(device: torch.device) -> torch.Tensor:
     return torch.tensor(TOKEN, device=device)
 
 
-def _attend_chunk(query: torch.Tensor, pages: Pages, seq: int, seq_len: int, attention: Attention,
-                  ) -> torch.Tensor:
+def _attend_chunk(
+    query: torch.Tensor,
+    pages: Pages,
+    seq: int,
+    seq_len: int,
+    attention: Attention,
+) -> torch.Tensor:
     """Attend a chunk of new tokens of one sequence.
 
     Args:
@@ -256,8 +305,9 @@ def _attend_chunk(query: torch.Tensor, pages: Pages, seq: int, seq_len: int, att
     num_kv_heads, num_keys = k.shape[1], k.shape[2]
     # [1, num_kv_heads, group, num_new, head_dim]: heads of a group read the same K and V.
     q = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)[None]
-    written_out = (attention.softcap is not None or attention.sinks is not None
-                   or attention.quantize_p)
+    written_out = (
+        attention.softcap is not None or attention.sinks is not None or attention.quantize_p
+    )
     # Causality is all there is to mask.
     if num_new == num_keys and (window is None or window >= num_keys) and not written_out:
         o = _sdpa(q, k, v, None, attention)
@@ -272,18 +322,25 @@ def _attend_chunk(query: torch.Tensor, pages: Pages, seq: int, seq_len: int, att
     return o[0].permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-          attention: Attention) -> torch.Tensor:
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    attention: Attention,
+) -> torch.Tensor:
     """torch's attention; K and V are expanded over the heads of a group without a copy. Without a
     mask there is one query for each key and attention is causal."""
     group = q.shape[2]
     k, v = (x[0, :, None].expand(-1, group, -1, -1) for x in (k, v))
-    return F.scaled_dot_product_attention(q[0], k, v, attn_mask=mask, scale=attention.scale,
-                                          is_causal=mask is None)[None]
+    return F.scaled_dot_product_attention(
+        q[0], k, v, attn_mask=mask, scale=attention.scale, is_causal=mask is None
+    )[None]
 
 
-def _softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor,
-                       attention: Attention) -> torch.Tensor:
+def _softmax_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, attention: Attention
+) -> torch.Tensor:
     """Attention with softcap, sinks and FP8 probabilities, float32, some query rows at a time."""
     _, num_kv_heads, group, num_new, _ = q.shape
     dtype = q.dtype
@@ -291,10 +348,10 @@ def _softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
     rows = max(1, MAX_SCORES // (num_kv_heads * group * k.shape[3]))
     parts = []
     for start in range(0, num_new, rows):
-        s = q[..., start:start + rows, :] @ k.transpose(-1, -2)
+        s = q[..., start : start + rows, :] @ k.transpose(-1, -2)
         if attention.softcap:
             s = torch.tanh(s / attention.softcap).mul_(attention.softcap)
-        s = s.masked_fill_(~mask[:, None, None, start:start + rows], float("-inf"))
+        s = s.masked_fill_(~mask[:, None, None, start : start + rows], float("-inf"))
         parts.append(_softmax(s, attention) @ v)
     return torch.cat(parts, 3).to(dtype)
 

@@ -30,13 +30,27 @@ ACCURATE, FP8, WIDE = 0, 1, 2
 JOINED_PIECES = 64
 
 
-def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-           block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
-           out: torch.Tensor, *, max_seqlen_q: int, plan: DecodePlan | None,
-           k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
-           q_scale: torch.Tensor | None, scale: float, sliding_window: int | None,
-           softcap: float | None, sinks: torch.Tensor | None, arithmetic: str,
-           fp8_format: str) -> None:
+def attend(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    plan: DecodePlan | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    arithmetic: str,
+    fp8_format: str,
+) -> None:
     """Fill ``out``; see :func:`fp8_paged_attention.attend`."""
     if query.shape[0] == 0 or seq_lens.shape[0] == 0:
         return
@@ -51,58 +65,127 @@ def attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
     if fp8_query and not machine.has_fp8:
         query = query.view(torch.uint8)
     tensors = (query, k_pages, v_pages, out)
-    layer = (block_table, seq_lens, cu_seqlens_q,
-             k_pages if k_scale is None else k_scale, v_pages if v_scale is None else v_scale,
-             query if q_scale is None else q_scale, query if sinks is None else sinks,
-             scale * LOG2E if softcap is None else scale / softcap,
-             0.0 if softcap is None else softcap * LOG2E, sliding_window or 0,
-             query.stride(0), query.stride(1), out.stride(0), out.stride(1), block_table.stride(0),
-             scale_stride(k_scale), scale_stride(v_scale), scale_stride(q_scale))
+    layer = (
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        k_pages if k_scale is None else k_scale,
+        v_pages if v_scale is None else v_scale,
+        query if q_scale is None else q_scale,
+        query if sinks is None else sinks,
+        scale * LOG2E if softcap is None else scale / softcap,
+        0.0 if softcap is None else softcap * LOG2E,
+        sliding_window or 0,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        block_table.stride(0),
+        scale_stride(k_scale),
+        scale_stride(v_scale),
+        scale_stride(q_scale),
+    )
     constants: dict[str, Any] = {
-        "HEADS": num_kv_heads, "GROUP": query.shape[1] // num_kv_heads,
-        "DK": head_dim_k, "DV": head_dim_v, "PAGE": page_size,
-        "DK_PAD": triton.next_power_of_2(head_dim_k), "DV_PAD": triton.next_power_of_2(head_dim_v),
+        "HEADS": num_kv_heads,
+        "GROUP": query.shape[1] // num_kv_heads,
+        "DK": head_dim_k,
+        "DV": head_dim_v,
+        "PAGE": page_size,
+        "DK_PAD": triton.next_power_of_2(head_dim_k),
+        "DV_PAD": triton.next_power_of_2(head_dim_v),
         "FORMAT": (1 if fp8_format == "e4m3" else 2) if fp8_pages else 0,
-        "Q_FP8": fp8_query, "K_SCALE": k_scale is not None, "V_SCALE": v_scale is not None,
-        "Q_SCALE": q_scale is not None, "SOFTCAP": softcap is not None,
-        "SINKS": sinks is not None, "WINDOW": sliding_window is not None, "CAST": machine.has_fp8,
+        "Q_FP8": fp8_query,
+        "K_SCALE": k_scale is not None,
+        "V_SCALE": v_scale is not None,
+        "Q_SCALE": q_scale is not None,
+        "SOFTCAP": softcap is not None,
+        "SINKS": sinks is not None,
+        "WINDOW": sliding_window is not None,
+        "CAST": machine.has_fp8,
     }
     if max_seqlen_q > MAX_DECODE_TOKENS:
         _prefill(tensors, layer, constants, max_seqlen_q, arithmetic, machine)
         return
     if plan is None:
-        plan = DecodePlan(k_pages, v_pages, num_q_heads=query.shape[1], max_num_seqs=len(seq_lens),
-                          max_seqlen_q=max_seqlen_q, sliding_window=sliding_window)
+        plan = DecodePlan(
+            k_pages,
+            v_pages,
+            num_q_heads=query.shape[1],
+            max_num_seqs=len(seq_lens),
+            max_seqlen_q=max_seqlen_q,
+            sliding_window=sliding_window,
+        )
         plan.update(seq_lens)
     _decode(tensors, layer, constants, plan, arithmetic, machine)
 
 
-def _decode(tensors: tuple, layer: tuple, constants: dict[str, Any], plan: DecodePlan,
-            arithmetic: str, machine: Hardware) -> None:
+def _decode(
+    tensors: tuple,
+    layer: tuple,
+    constants: dict[str, Any],
+    plan: DecodePlan,
+    arithmetic: str,
+    machine: Hardware,
+) -> None:
     """Launch the decode kernel, and the one that joins what the plan has cut."""
     query, k_pages, v_pages, out = tensors
     starts, sinks = layer[2], layer[6]
     mode = decode_mode(constants["FORMAT"], arithmetic, machine)
-    kernel, smallest = decode_kernel(mode, (constants["DK_PAD"], constants["DV_PAD"]),
-                                     plan.config.tile, machine)
+    kernel, smallest = decode_kernel(
+        mode, (constants["DK_PAD"], constants["DV_PAD"]), plan.config.tile, machine
+    )
     columns = constants["GROUP"] * plan.max_seqlen_q
     width = column_block(columns, constants["DV_PAD"], smallest)
     pdl = {"launch_pdl": True} if machine.has_pdl else {}
     kernel[(plan.grid, triton.cdiv(columns, width))](
-        query, k_pages, v_pages, out, plan.partial, plan.partial_lse, plan.entries, layer[0],
-        *layer[2:], **constants, MAX_NEW=plan.max_seqlen_q, COLUMNS=width, TILE=plan.config.tile,
-        STAGES=plan.config.num_stages, MODE=mode, DOT=dot_dtype(k_pages.dtype, machine),
-        QUANTIZE=mode == WIDE and arithmetic == "fp8", PDL=machine.has_pdl,
-        num_warps=plan.config.num_warps, **pdl)
+        query,
+        k_pages,
+        v_pages,
+        out,
+        plan.partial,
+        plan.partial_lse,
+        plan.entries,
+        layer[0],
+        *layer[2:],
+        **constants,
+        MAX_NEW=plan.max_seqlen_q,
+        COLUMNS=width,
+        TILE=plan.config.tile,
+        STAGES=plan.config.num_stages,
+        MODE=mode,
+        DOT=dot_dtype(k_pages.dtype, machine),
+        QUANTIZE=mode == WIDE and arithmetic == "fp8",
+        PDL=machine.has_pdl,
+        num_warps=plan.config.num_warps,
+        **pdl,
+    )
     _join_kernel[(plan.join_grid, columns)](
-        out, plan.partial, plan.partial_lse, plan.pairs, starts, sinks, out.stride(0),
-        out.stride(1), GROUP=constants["GROUP"], MAX_NEW=plan.max_seqlen_q, DV=constants["DV"],
-        DV_PAD=constants["DV_PAD"], PIECES=JOINED_PIECES, SINKS=constants["SINKS"],
-        PDL=machine.has_pdl, num_warps=4, **pdl)
+        out,
+        plan.partial,
+        plan.partial_lse,
+        plan.pairs,
+        starts,
+        sinks,
+        out.stride(0),
+        out.stride(1),
+        GROUP=constants["GROUP"],
+        MAX_NEW=plan.max_seqlen_q,
+        DV=constants["DV"],
+        DV_PAD=constants["DV_PAD"],
+        PIECES=JOINED_PIECES,
+        SINKS=constants["SINKS"],
+        PDL=machine.has_pdl,
+        num_warps=4,
+        **pdl,
+    )
 
 
-def decode_kernel(mode: int, head_dims: tuple[int, int], tile: int, machine: Hardware,
-                  ) -> tuple[Any, int]:
+def decode_kernel(
+    mode: int,
+    head_dims: tuple[int, int],
+    tile: int,
+    machine: Hardware,
+) -> tuple[Any, int]:
     """The kernel to decode with here, and the fewest columns it takes."""
     release = tuple(int(x) for x in triton.__version__.split(".")[:2])
     tested = GLUON_TESTED[0] <= release <= GLUON_TESTED[1]
@@ -113,15 +196,28 @@ def decode_kernel(mode: int, head_dims: tuple[int, int], tile: int, machine: Har
     return _decode_kernel, 8 if mode == ACCURATE else 16
 
 
-def _prefill(tensors: tuple, layer: tuple, constants: dict[str, Any], max_seqlen_q: int,
-             arithmetic: str, machine: Hardware) -> None:
+def _prefill(
+    tensors: tuple,
+    layer: tuple,
+    constants: dict[str, Any],
+    max_seqlen_q: int,
+    arithmetic: str,
+    machine: Hardware,
+) -> None:
     query, k_pages, _, _ = tensors
     tile_q = 16 if machine.interpreted else 64 if constants["DV_PAD"] <= 128 else 32
     grid = (triton.cdiv(max_seqlen_q, tile_q), query.shape[1], layer[1].shape[0])
-    _prefill_kernel[grid](*tensors, *layer, **constants, TILE_Q=tile_q,
-                          TILE=32 if constants["DV_PAD"] > 128 or machine.interpreted else 64,
-                          DOT=dot_dtype(k_pages.dtype, machine), QUANTIZE=arithmetic == "fp8",
-                          num_warps=4, num_stages=2)
+    _prefill_kernel[grid](
+        *tensors,
+        *layer,
+        **constants,
+        TILE_Q=tile_q,
+        TILE=32 if constants["DV_PAD"] > 128 or machine.interpreted else 64,
+        DOT=dot_dtype(k_pages.dtype, machine),
+        QUANTIZE=arithmetic == "fp8",
+        num_warps=4,
+        num_stages=2,
+    )
 
 
 def decode_mode(page_format: int, arithmetic: str, machine: Hardware) -> int:

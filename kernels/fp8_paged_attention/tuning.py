@@ -34,8 +34,11 @@ TABLE = {
     (90, 128, 1, 32, True): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
     (90, 128, 1, 16, False): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2),
     (90, 128, 1, 16, True): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
-    **{(90, 64, 1, page, many): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2)
-       for page in (128, 64, 32, 16) for many in (False, True)},
+    **{
+        (90, 64, 1, page, many): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2)
+        for page in (128, 64, 32, 16)
+        for many in (False, True)
+    },
 }
 
 # Shared memory a program may take, so that two run on a multiprocessor: 227 KiB on SM 90 and 100,

@@ -37,11 +37,13 @@ def load_backend(name: str | None, pages: torch.Tensor) -> ModuleType:
     if not pages.is_cuda and not interpreter_is_on():
         raise ValueError(f"backend 'triton' needs CUDA tensors, got pages on {pages.device}")
     if pages.dtype == torch.float32:
-        raise ValueError("float32 pages are for the torch backend; triton takes uint8, bfloat16 "
-                         "and float16")
+        raise ValueError(
+            "float32 pages are for the torch backend; triton takes uint8, bfloat16 and float16"
+        )
     if pages.shape[2] & (pages.shape[2] - 1):
-        raise ValueError("the triton backend needs a page size that is a power of two, got "
-                         f"{pages.shape[2]}")
+        raise ValueError(
+            f"the triton backend needs a page size that is a power of two, got {pages.shape[2]}"
+        )
     try:
         from . import triton_backend
     except ImportError as error:
@@ -49,24 +51,58 @@ def load_backend(name: str | None, pages: torch.Tensor) -> ModuleType:
     return triton_backend
 
 
-def check_plan(plan: "DecodePlan", query: torch.Tensor, k_pages: torch.Tensor,
-               v_pages: torch.Tensor, seq_lens: torch.Tensor, max_seqlen_q: int,
-               sliding_window: int | None) -> None:
+def check_plan(
+    plan: "DecodePlan",
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    sliding_window: int | None,
+) -> None:
     """Raise ValueError unless the plan was made and updated for such a batch and layer."""
-    wanted = (plan.num_kv_heads, plan.num_q_heads, plan.head_dim_v, plan.page_dtype, plan.num_seqs,
-              plan.max_seqlen_q, plan.sliding_window)
-    got = (k_pages.shape[1], query.shape[1], v_pages.shape[3], k_pages.dtype, seq_lens.shape[0],
-           max_seqlen_q, sliding_window)
-    names = ("num_kv_heads", "num_q_heads", "head_dim_v", "pages", "sequences", "max_seqlen_q",
-             "sliding_window")
+    wanted = (
+        plan.num_kv_heads,
+        plan.num_q_heads,
+        plan.head_dim_v,
+        plan.page_dtype,
+        plan.num_seqs,
+        plan.max_seqlen_q,
+        plan.sliding_window,
+    )
+    got = (
+        k_pages.shape[1],
+        query.shape[1],
+        v_pages.shape[3],
+        k_pages.dtype,
+        seq_lens.shape[0],
+        max_seqlen_q,
+        sliding_window,
+    )
+    names = (
+        "num_kv_heads",
+        "num_q_heads",
+        "head_dim_v",
+        "pages",
+        "sequences",
+        "max_seqlen_q",
+        "sliding_window",
+    )
     for name, plan_value, value in zip(names, wanted, got, strict=True):
         if plan_value != value:
             raise ValueError(f"the plan is for {name} {plan_value}, got {value}")
 
 
-def check_store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor,
-                v_pages: torch.Tensor, slot_mapping: torch.Tensor, k_scale: torch.Tensor | None,
-                v_scale: torch.Tensor | None, fp8_format: str) -> None:
+def check_store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    fp8_format: str,
+) -> None:
     """Raise ValueError unless these are arguments of ``store``."""
     _check_pages(k_pages, v_pages)
     num_kv_heads = k_pages.shape[1]
@@ -78,19 +114,34 @@ def check_store(key: torch.Tensor, value: torch.Tensor, k_pages: torch.Tensor,
     _check_scales(k_pages, fp8_format, k_scale=k_scale, v_scale=v_scale)
 
 
-def check_attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-                 block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
-                 max_seqlen_q: int, out: torch.Tensor, *, k_scale: torch.Tensor | None,
-                 v_scale: torch.Tensor | None, q_scale: torch.Tensor | None,
-                 sliding_window: int | None, softcap: float | None, sinks: torch.Tensor | None,
-                 arithmetic: str, fp8_format: str) -> None:
+def check_attend(
+    query: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    out: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    arithmetic: str,
+    fp8_format: str,
+) -> None:
     """Raise ValueError unless these are arguments of ``attend``."""
     _check_pages(k_pages, v_pages)
     device = k_pages.device
     _, num_kv_heads, _, head_dim = k_pages.shape
     if query.dim() != 3 or query.shape[1] % num_kv_heads:
-        raise ValueError("query must be [num_tokens, num_q_heads, head_dim] with num_q_heads a "
-                         f"multiple of the {num_kv_heads} KV heads, got {list(query.shape)}")
+        raise ValueError(
+            "query must be [num_tokens, num_q_heads, head_dim] with num_q_heads a "
+            f"multiple of the {num_kv_heads} KV heads, got {list(query.shape)}"
+        )
     num_tokens, num_q_heads, _ = query.shape
     _check("query", query, (num_tokens, num_q_heads, head_dim), (*ACTIVATIONS, E4M3.dtype), device)
     batch = seq_lens.shape[0] if seq_lens.dim() else 0
@@ -108,25 +159,37 @@ def check_attend(query: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tens
     if arithmetic == "fp8" and k_pages.dtype != torch.uint8:
         raise ValueError(f"arithmetic 'fp8' needs FP8 (uint8) pages, got {k_pages.dtype}")
     if q_scale is not None and arithmetic != "fp8" and query.dtype != E4M3.dtype:
-        raise ValueError("q_scale is for float8 queries or arithmetic 'fp8', got a query of "
-                         f"{query.dtype} and arithmetic {arithmetic!r}")
-    for name, number in (("max_seqlen_q", max_seqlen_q), ("sliding_window", sliding_window),
-                         ("softcap", softcap)):
+        raise ValueError(
+            "q_scale is for float8 queries or arithmetic 'fp8', got a query of "
+            f"{query.dtype} and arithmetic {arithmetic!r}"
+        )
+    for name, number in (
+        ("max_seqlen_q", max_seqlen_q),
+        ("sliding_window", sliding_window),
+        ("softcap", softcap),
+    ):
         if number is not None and not number > 0:
             raise ValueError(f"{name} must be positive, got {number}")
 
 
 def _check_pages(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
     if k_pages.dim() != 4 or v_pages.dim() != 5:
-        raise ValueError("k_pages must be [num_pages, num_kv_heads, page_size, head_dim] and "
-                         f"v_pages [num_pages, num_kv_heads, page_size/{GROUP}, head_dim, {GROUP}]"
-                         f", got {list(k_pages.shape)} and {list(v_pages.shape)}")
+        raise ValueError(
+            "k_pages must be [num_pages, num_kv_heads, page_size, head_dim] and "
+            f"v_pages [num_pages, num_kv_heads, page_size/{GROUP}, head_dim, {GROUP}]"
+            f", got {list(k_pages.shape)} and {list(v_pages.shape)}"
+        )
     num_pages, num_kv_heads, page_size, _ = k_pages.shape
     if page_size < GROUP or page_size % GROUP:
         raise ValueError(f"page_size must be a multiple of {GROUP}, got {page_size}")
     _check("k_pages", k_pages, tuple(k_pages.shape), DTYPES, k_pages.device)
-    _check("v_pages", v_pages, (num_pages, num_kv_heads, page_size // GROUP, v_pages.shape[3],
-                                GROUP), (k_pages.dtype,), k_pages.device)
+    _check(
+        "v_pages",
+        v_pages,
+        (num_pages, num_kv_heads, page_size // GROUP, v_pages.shape[3], GROUP),
+        (k_pages.dtype,),
+        k_pages.device,
+    )
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if not pages.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {pages.stride()}")
@@ -145,8 +208,13 @@ def _check_scales(k_pages: torch.Tensor, fp8_format: str, **scales: torch.Tensor
         _check(name, scale, shape, (torch.float32,), k_pages.device)
 
 
-def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...],
-           dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+def _check(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
@@ -154,5 +222,6 @@ def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...],
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like the pages, got {tensor.device}")
     if tensor.numel() and tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        raise ValueError(f"{name} must be contiguous in its last axis, got strides "
-                         f"{tensor.stride()}")
+        raise ValueError(
+            f"{name} must be contiguous in its last axis, got strides {tensor.stride()}"
+        )
