@@ -118,6 +118,33 @@ def test_mistakes_get_one_line_and_exit_code_2(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--kv-cache-dtype-skip-layers", "0", "-1"], "0 1"),
+        (["--kv-cache-dtype-skip-layers", "0 -1"], "0 1"),
+        (["--skip-layers", "0,1"], "0 1"),
+        (["--skip-layers", "0", "--skip-layers", "1"], "0 1"),
+        (["--skip-layers", "-1"], "1"),
+    ],
+)
+def test_skip_layers_in_every_form(
+    tiny: Callable[..., Path],
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    flag: str,
+) -> None:
+    out = str(tmp_path / "out")
+    args = ["calibrate", *words, str(tiny()), "--dataset", str(texts), "-o", out, "--json"]
+    code, stdout, err = call(capsys, *args)
+    assert code == 0, err
+    result = json.loads(stdout)
+    assert " ".join(result["skip_layers"]) == flag
+    assert result["serve"] == f"vllm serve {out} --kv-cache-dtype-skip-layers {flag}"
+
+
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys)
     assert code == 2 and "calibrate" in out + err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -50,7 +52,8 @@ def main(args: list[str] | None = None) -> None:
     from fp8calib.errors import Fp8CalibError
 
     try:
-        status = app(args=args, standalone_mode=False)
+        given = list(_with_lists_joined(sys.argv[1:] if args is None else args))
+        status = app(args=given, standalone_mode=False)
         if status == 130:  # what typer makes of Ctrl-C
             _fail("interrupted", 130)
         sys.exit(status if isinstance(status, int) else 0)
@@ -68,6 +71,22 @@ def main(args: list[str] | None = None) -> None:
             "`fp8calib --debug ...` shows where. Please report it.",
             3,
         )
+
+
+def _with_lists_joined(args: Sequence[str]) -> Iterator[str]:
+    """vLLM's form of a list, `--kv-cache-dtype-skip-layers 0 5 sliding_window`, as one word:
+    an option here takes one value, and the flag that vLLM takes should work as it is."""
+    is_list, values = False, list[str]()
+    for word in args:
+        if is_list and re.fullmatch(r"-?\d+|sliding_window", word):
+            values.append(word)
+            continue
+        if values:
+            yield ",".join(values)
+        yield word
+        is_list, values = word in ("--kv-cache-dtype-skip-layers", "--skip-layers"), []
+    if values:
+        yield ",".join(values)
 
 
 def _fail(message: str, code: int) -> None:
