@@ -388,3 +388,15 @@ def test_the_command_imports_no_torch(tiny: Tiny, tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "0 False\n"
+
+
+@pytest.mark.parametrize("recorded", [7, "0", {"0": 1}, [["0"]], [0.5]])
+def test_a_skip_list_that_is_none_is_refused(
+    tiny: Callable[..., Path], tmp_path: Path, recorded: Any
+) -> None:
+    calibrated(tiny(), tmp_path / "out")
+    sidecar = tmp_path / "out" / "fp8calib.json"
+    content = json.loads(sidecar.read_text()) | {"skip_layers": recorded}
+    sidecar.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="skip_layers is not a list of layers"):
+        inspect(tmp_path / "out")

@@ -100,8 +100,8 @@ def inspect(checkpoint: Path | str) -> Inspection:
 
 
 def _recorded_skip_layers(checkpoint: Checkpoint) -> tuple[list[str], frozenset[int]]:
-    recorded = (checkpoint.sidecar or {}).get("skip_layers")
-    if not isinstance(recorded, list) or not recorded or not checkpoint.layers:
+    recorded = checkpoint.recorded_skip_layers
+    if not recorded or not checkpoint.layers:
         return [], frozenset()
     try:
         return resolve_skip_layers(recorded, checkpoint.layers)

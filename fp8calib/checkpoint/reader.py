@@ -109,6 +109,15 @@ class Checkpoint:
         there = (self.path / SIDECAR).exists()
         return read_json(safe_file(self.path, SIDECAR)) if there else None
 
+    @property
+    def recorded_skip_layers(self) -> list[str]:
+        """The skip list that fp8calib recorded, in vLLM's words; raises CheckpointError for one
+        that is no list of words."""
+        recorded = (self.sidecar or {}).get("skip_layers") or []
+        if not (isinstance(recorded, list) and all(isinstance(w, str | int) for w in recorded)):
+            raise CheckpointError(f"{self.path / SIDECAR}: skip_layers is not a list of layers")
+        return [str(word) for word in recorded]
+
 
 def _last_number(module: str) -> int | None:
     return next((int(part) for part in reversed(module.split(".")) if part.isdecimal()), None)

@@ -114,7 +114,7 @@ def choose_kv_format(
         return KVChoice(KVFormat(NATIVE_WORDS.get(word, model_dtype)), [], False, warnings)
     recorded = skip_layers is None
     if skip_layers is None:
-        skip_layers = (checkpoint.sidecar or {}).get("skip_layers") or []
+        skip_layers = checkpoint.recorded_skip_layers
     flag, skipped = resolve_skip_layers(skip_layers, layers)
     if word == "fp8_e5m2":
         scales = None
