@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 def info(message: str) -> None:

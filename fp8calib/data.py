@@ -173,6 +173,7 @@ class _Encoder:
                 f"{where} holds a {_kind(text)}, not text; name another column with --text-column "
                 "or --messages-column"
             )
+        _check_unicode(text, where)
         return self._one_bos(self._tokenizer(text, verbose=False)["input_ids"]) if text else []
 
     def _encode_chat(self, turns: list[dict[str, Any]], where: str) -> list[int]:
@@ -243,7 +244,7 @@ def _turns(value: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             value = None
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         raise DataError(
@@ -259,11 +260,13 @@ def _turns(value: Any, where: str) -> list[dict[str, Any]]:
                 f"{where}: turn {number} has neither `role` nor `from`; it has {', '.join(turn)}"
             )
         if isinstance(content, list):
-            content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+            parts = [part.get("text") or "" for part in content if isinstance(part, dict)]
+            content = "".join(part for part in parts if isinstance(part, str))
         if content is not None and not isinstance(content, str):
             raise DataError(
                 f"{where}: the content of turn {number} is a {_kind(content)}, not text"
             )
+        _check_unicode(content or "", f"{where}: turn {number}")
         rest = {k: v for k, v in turn.items() if k not in ("from", "value") and v is not None}
         turns.append({**rest, "role": _ROLES.get(role, role), "content": content or ""})
     return turns
@@ -272,3 +275,12 @@ def _turns(value: Any, where: str) -> list[dict[str, Any]]:
 def _kind(value: Any) -> str:
     names = {"str": "string", "dict": "record", "int": "number", "float": "number"}
     return names.get(type(value).__name__, type(value).__name__)
+
+
+def _check_unicode(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise DataError(
+            f"{where} is not valid Unicode: {problem.reason} at character {problem.start}"
+        ) from None

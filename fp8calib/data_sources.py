@@ -185,7 +185,7 @@ def _json_lines(path: Path, text: str) -> Part:
         if line.strip():
             try:
                 records.append(json.loads(line))
-            except (json.JSONDecodeError, RecursionError) as problem:
+            except (ValueError, RecursionError) as problem:
                 raise DataError(f"{path}:{number} is not valid JSON: {problem}") from None
             lines.append(number)
     return Part(str(path), records, lines)
@@ -201,6 +201,8 @@ def _json(path: Path, text: str) -> Part:
         raise DataError(f"{path}:{problem.lineno} is not valid JSON: {problem.msg}") from None
     except RecursionError:
         raise DataError(f"{path} is nested too deeply") from None
+    except ValueError as problem:  # a number of too many digits
+        raise DataError(f"{path} is not valid JSON: {problem}") from None
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         tables = [value for value in lists if value and isinstance(value[0], dict)]

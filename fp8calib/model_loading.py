@@ -105,7 +105,9 @@ def load_model(
     if method in dequantized.METHODS:
         model = _load_dequantized(source, loader, config, kind, placed)
     else:
-        model = _load(loader, source, trust_remote_code, dtype=kind, config=config, **placed)
+        options = {"dtype": kind, "config": config, "output_loading_info": True, **placed}
+        model, found = _load(loader, source, trust_remote_code, **options)
+        _check_complete(source, found)
     vars(model)["offload_folder"] = folder  # lives as long as the model
     compressor = getattr(getattr(model, "hf_quantizer", None), "compressor", None)
     if compressor is not None:
@@ -126,9 +128,25 @@ def _load_dequantized(
         raise ModelError(f"{source}: {type(config).__name__} cannot be loaded dequantized")
     weights = dequantized.state_dict(source, section, kind)
     model_class = loader._model_mapping[type(config)]
-    return model_class.from_pretrained(
-        None, config=config, state_dict=weights, dtype=kind, **placed
+    model, found = model_class.from_pretrained(
+        None, config=config, state_dict=weights, dtype=kind, output_loading_info=True, **placed
     )
+    _check_complete(source, found)
+    return model
+
+
+def _check_complete(source: Path, found: dict[str, Any]) -> None:
+    """Refuse weights that transformers did not find and made up: it only prints a table."""
+    missing = sorted(
+        name
+        for name in found["missing_keys"]
+        if not name.endswith(("q_scale", "k_scale", "v_scale"))
+    )
+    if missing:
+        raise ModelError(
+            f"{source}: {len(missing)} tensors that config.json asks for are not in the weights, "
+            f"{missing[0]} for one; the download may be incomplete"
+        )
 
 
 def _streamed(loader: Any, config: Any, device: torch.device) -> dict[str, Any]:
@@ -173,7 +191,7 @@ def _load(loader: Any, source: Path, trust_remote_code: bool, **options: Any) ->
         )
     except torch.OutOfMemoryError:
         raise ModelError(f"{source}: the model does not fit into the device's memory") from None
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as problem:
+    except Exception as problem:  # other people's code over a file that may hold anything
         first = " ".join(str(problem).split())[:300]
         if "trust_remote_code" in first:
             first = "it needs Python code of its own; read it, then use --trust-remote-code"

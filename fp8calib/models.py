@@ -60,8 +60,13 @@ def resolve_model(name: str) -> Path:
         from fp8calib.demo_model import demo_model
 
         return demo_model(name)
-    path = Path(name).expanduser()
-    if path.exists():
+    try:
+        path = Path(name).expanduser()
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError) as problem:  # too long, or no such user
+        why = getattr(problem, "strerror", None) or problem
+        raise ModelError(f"{name:.80}: not the name of a model: {why}") from None
+    if there:
         return _local_folder(path)
     if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
         raise ModelError(

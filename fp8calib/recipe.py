@@ -79,6 +79,12 @@ class Gates(_Section):
     min_top1: Annotated[float, Field(gt=0, le=1)] | None = 0.90
 
 
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+        raise ValueError(f"{where} must be a mapping, got {value!r:.80}")
+    return value
+
+
 class Recipe(_Section):
     calibration: Calibration = Calibration()
     gates: Gates = Gates()
@@ -93,11 +99,12 @@ class Recipe(_Section):
         for stage, modifiers in (value or {}).items():
             if not stage.endswith("_stage"):
                 raise ValueError(f"stage {stage!r} must end in _stage, or it would be ignored")
-            for group, content in (modifiers or {}).items():
+            for group, content in _mapping(modifiers, stage).items():
                 if group.endswith("_modifiers"):
-                    for name, options in (content or {}).items():
+                    for name, options in _mapping(content, group).items():
                         if options is None:
                             raise ValueError(f"{name} has no options; write `{name}: {{}}`")
+                        _mapping(options, name)
         return value
 
     def with_options(self, **options: Any) -> Recipe:
@@ -149,7 +156,7 @@ def _builtin_recipe(name: str) -> Recipe:
 def parse_recipe(text: str, where: str) -> Recipe:
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError as problem:
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise RecipeError(f"{where}: not YAML: {' '.join(str(problem).split())}") from None
     if not isinstance(content, dict):
         raise RecipeError(f"{where}: a recipe is a mapping with a `calibration` section")

@@ -42,6 +42,14 @@ def check_output(output: Path | str, overwrite: bool, source: Path | str | None 
         CheckpointError: one line saying what is in the way.
     """
     output = Path(output).resolve()
+    try:
+        str(output).encode()
+        longest = len(os.fsencode(_sibling(output, "tmp").name))
+        limit = os.pathconf(next(p for p in output.parents if p.exists()), "PC_NAME_MAX")
+    except (UnicodeEncodeError, OSError) as problem:
+        raise CheckpointError(f"cannot write the output {str(output)!a}: {problem}") from None
+    if longest > limit:
+        raise CheckpointError(f"the output's name is too long: at most {limit - 50} bytes")
     if source is not None and output.is_relative_to(Path(source).resolve()):
         raise CheckpointError(f"the output {output} lies in the source model's folder")
     if source is not None and Path(source).resolve().is_relative_to(output):

@@ -61,9 +61,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{path} is no safetensors file: {problem}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is no safetensors file: its header is no JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise CheckpointError(f"{path} is no safetensors file: its metadata are not text")
     tensors = {name: _tensor(path, name, entry, data) for name, entry in header.items()}
-    _check_layout(path, tensors, size)
+    _check_layout(path, tensors, data, size)
     return tensors
 
 
@@ -96,17 +98,24 @@ def _tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
     return TensorInfo(path, dtype, shape, data + start, data + end)
 
 
-def _check_layout(path: Path, tensors: dict[str, TensorInfo], size: int) -> None:
-    last = 0
+def _check_layout(path: Path, tensors: dict[str, TensorInfo], data: int, size: int) -> None:
+    """Tensors must cover the file from byte `data` to its end, as the format demands."""
+    last = data
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start < last:
             raise CheckpointError(f"{path}: {name} overlaps another tensor")
+        if info.start > last:
+            raise CheckpointError(f"{path} is no safetensors file: a gap lies before {name}")
         if info.end > size:
             raise CheckpointError(
                 f"{path} is cut short: {name} ends at byte {info.end}, the file at {size}; "
                 "download it again"
             )
         last = info.end
+    if last != size:
+        raise CheckpointError(
+            f"{path} is no safetensors file: {size - last} bytes follow its tensors"
+        )
 
 
 def copy_without(source: Path, target: Path, names: Collection[str]) -> None:

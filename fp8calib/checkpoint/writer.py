@@ -64,6 +64,8 @@ def check_source(
             "export it again with a newer one"
         )
     _ = checkpoint.strategy  # refuses a scheme that we would not know how to continue
+    for file in companions(checkpoint.path):
+        safe_file(checkpoint.path, str(file))
     there = [scale.tensor for kinds in checkpoint.scales.values() for scale in kinds.values()]
     if there and not replace_scales:
         raise CheckpointError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,7 +54,7 @@ def main(args: list[str] | None = None) -> None:
 
     try:
         given = list(_with_lists_joined(sys.argv[1:] if args is None else args))
-        status = app(args=given, standalone_mode=False)
+        status = _run(given)
         if status == 130:  # what typer makes of Ctrl-C
             _fail("interrupted", 130)
         sys.exit(status if isinstance(status, int) else 0)
@@ -61,8 +62,6 @@ def main(args: list[str] | None = None) -> None:
         _fail("interrupted", 130)
     except Fp8CalibError as problem:
         _fail(str(problem), problem.exit_code)
-    except BrokenPipeError:
-        sys.exit(141)
     except Exception as problem:
         if hasattr(problem, "exit_code") and hasattr(problem, "format_message"):  # click's own
             _fail(problem.format_message(), 2)
@@ -71,6 +70,18 @@ def main(args: list[str] | None = None) -> None:
             "`fp8calib --debug ...` shows where. Please report it.",
             3,
         )
+
+
+def _run(args: list[str]) -> Any:
+    """What the command returns. typer ends a command whose output nobody reads any more with exit
+    code 1, which means a failed check here: 141 is what a shell says of a broken pipe."""
+    try:
+        return app(args=args, standalone_mode=False)
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _with_lists_joined(args: Sequence[str]) -> Iterator[str]:

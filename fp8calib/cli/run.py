@@ -70,6 +70,7 @@ def run(
     from fp8calib.models import resolve_model
 
     texts = list(_prompts(prompt, prompts))
+    _check_unicode(texts)
     resolve_model(model)  # a wrong name is told before torch is loaded
     from fp8calib.runtime.llm import LLM
     from fp8calib.runtime.sampling_params import SamplingParams
@@ -122,20 +123,34 @@ def _prompts(given: Sequence[str] | None, file: Path | None) -> Iterator[str]:
         return
     if sys.stdin.isatty():
         raise UserError("no prompt: use -p TEXT, --prompts FILE, or pipe text into the command")
-    text = sys.stdin.read()
-    yield text.removesuffix("\n")
+    try:
+        yield sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError:
+        raise UserError("the prompt on stdin is not UTF-8 text") from None
+
+
+def _check_unicode(texts: Sequence[str]) -> None:
+    from fp8calib.errors import UserError
+
+    for number, text in enumerate(texts, 1):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"prompt {number} is not UTF-8 text") from None
 
 
 def _read_prompts(file: Path) -> Iterator[str]:
     from fp8calib.errors import UserError
 
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
         raise UserError(f"{file}: {reason}") from None
     found = False
-    for number, line in enumerate(lines, 1):
+    # not splitlines: that also splits at form feeds and other characters inside a line
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.removesuffix("\r")
         if line.strip():
             found = True
             yield _json_prompt(line, f"{file}, line {number}") if file.suffix == ".jsonl" else line
@@ -148,7 +163,7 @@ def _json_prompt(line: str, where: str) -> str:
 
     try:
         value: Any = jsonlib.loads(line)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise UserError(f"{where} is not JSON: {problem}") from None
     if isinstance(value, dict):
         value = value.get("prompt")

@@ -57,7 +57,7 @@ def _draw(
     device, vocab_size = logits.device, logits.shape[1]
     temperature = torch.tensor([[one.temperature] for one in params], device=device)
     top_p = torch.tensor([[one.top_p] for one in params], device=device, dtype=torch.float64)
-    top_k = [one.top_k if one.top_k > 0 else vocab_size for one in params]
+    top_k = [min(one.top_k, vocab_size) if one.top_k > 0 else vocab_size for one in params]
     kept = min(max(top_k), vocab_size)
     logits = logits / temperature
     values, order = logits.topk(kept) if kept < vocab_size else logits.sort(descending=True)
