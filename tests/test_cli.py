@@ -176,13 +176,16 @@ def test_an_interrupted_calibration_exits_130_and_leaves_nothing(
     log = tmp_path / "log"
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stderr=stderr)
-        deadline = time.monotonic() + 120
-        while "gates" not in log.read_text():  # the recipe is printed once the data is ready
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
-        time.sleep(1)
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        try:
+            deadline = time.monotonic() + 120
+            while "gates" not in log.read_text():  # the recipe is printed once the data is ready
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.1)
+            time.sleep(3)
+            os.kill(process.pid, signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()
     err = log.read_text()
     assert "Traceback" not in err and err.strip().endswith("error: interrupted")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "texts.jsonl"]
