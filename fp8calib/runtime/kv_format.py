@@ -21,6 +21,8 @@ class KVFormat:
 
     native: dtype of the pages of layers that are not FP8.
     fp8_layers: indices of the layers with FP8 pages.
+    native_k, native_v: indices of those among them whose K, or V, is native all the same. vLLM
+        cannot do this; here such layers take the torch backend, and accurate arithmetic.
     fp8_format: "e4m3" or "e5m2".
     scales: of the FP8 layers; None is 1.0 for all.
     arithmetic: of attention over FP8 pages; "fp8" quantises queries (by q_scale, grouped) and
@@ -32,6 +34,8 @@ class KVFormat:
     fp8_format: str = "e4m3"
     scales: ScaleSet | None = None
     arithmetic: Arithmetic = "accurate"
+    native_k: frozenset[int] = frozenset()
+    native_v: frozenset[int] = frozenset()
 
     @classmethod
     def fp8(
@@ -43,17 +47,39 @@ class KVFormat:
         scales: ScaleSet | None = None,
         arithmetic: Arithmetic = "accurate",
         fp8_format: str = "e4m3",
+        native_k: Iterable[int] = (),
+        native_v: Iterable[int] = (),
     ) -> KVFormat:
         """FP8 in all of `layers` but `skip`. A layer that re-uses another's K and V is what that
         other one is."""
-        fp8_layers = {layer.index for layer in layers} - set(skip)
-        return cls(native, frozenset(fp8_layers), fp8_format, scales, arithmetic)
+        bare_k, bare_v = frozenset(native_k), frozenset(native_v)
+        both = bare_k & bare_v
+        return cls(
+            native,
+            frozenset(layer.index for layer in layers) - set(skip) - both,
+            fp8_format,
+            scales,
+            arithmetic,
+            bare_k - both,
+            bare_v - both,
+        )
 
-    def page_dtype(self, layer: LayerSpec) -> torch.dtype:
-        return torch.uint8 if self.is_fp8(layer) else self.native
+    def page_dtypes(self, layer: LayerSpec) -> tuple[torch.dtype, torch.dtype]:
+        """Of the layer's K and V pages."""
+        k, v = (torch.uint8 if fp8 else self.native for fp8 in self.fp8_kinds(layer).values())
+        return k, v
+
+    def fp8_kinds(self, layer: LayerSpec) -> dict[str, bool]:
+        """Whether the layer's "k" and "v" are in FP8."""
+        owner, fp8 = owner_of(layer), self.is_fp8(layer)
+        return {"k": fp8 and owner not in self.native_k, "v": fp8 and owner not in self.native_v}
 
     def is_fp8(self, layer: LayerSpec) -> bool:
-        return _owner(layer) in self.fp8_layers
+        """Whether anything of the layer is in FP8."""
+        return owner_of(layer) in self.fp8_layers
+
+    def arithmetic_of(self, layer: LayerSpec) -> Arithmetic:
+        return self.arithmetic if all(self.fp8_kinds(layer).values()) else "accurate"
 
     def describe(self, layers: Sequence[LayerSpec]) -> str:
         """One line: ``fp8_e4m3 with tensor scales (28 of 30 layers; the others bfloat16)``."""
@@ -65,8 +91,13 @@ class KVFormat:
         text = f"fp8_{self.fp8_format} with {scales}"
         if count < len(layers):
             text += f" ({count} of {len(layers)} layers; the others {native})"
+        for kind, bare in (("K", self.native_k), ("V", self.native_v)):
+            if bare & self.fp8_layers:
+                listed = " ".join(map(str, sorted(bare & self.fp8_layers)))
+                text += f", {kind} of layers {listed} {native}"
         return text
 
 
-def _owner(layer: LayerSpec) -> int:
+def owner_of(layer: LayerSpec) -> int:
+    """Index of the layer whose K and V this one reads: its own, mostly."""
     return layer.index if layer.kv_source is None else layer.kv_source

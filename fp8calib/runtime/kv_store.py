@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fp8calib.layers import LayerSpec
-from fp8calib.runtime.kv_format import Arithmetic, KVFormat
+from fp8calib.runtime.kv_format import Arithmetic, KVFormat, owner_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CacheGroup:
                 block_size,
                 layer.head_dim,
                 layer.v_head_dim,
-                kv_format.page_dtype(layer),
+                *kv_format.page_dtypes(layer),
             )
             for layer in self.layers
             if layer.kv_source is None
@@ -108,6 +108,7 @@ class KVStore:
 
     def _layer_cache(self, layer: LayerSpec, group: int) -> LayerCache:
         fmt = self.kv_format
+        k_dtype, v_dtype = fmt.page_dtypes(layer)
         if layer.kv_source is None:
             k_pages, v_pages = fpa.allocate(
                 self.num_blocks[group],
@@ -115,19 +116,19 @@ class KVStore:
                 self.block_size,
                 layer.head_dim,
                 layer.v_head_dim,
-                fmt.page_dtype(layer),
+                k_dtype,
                 self.device,
+                v_dtype,
             )
         else:
             source = self.layers[layer.kv_source]
             k_pages, v_pages = source.k_pages, source.v_pages
         scales: dict[str, torch.Tensor | None] = {}
-        fp8 = fmt.is_fp8(layer)
-        if fp8 and fmt.scales is not None:
-            owner = layer.index if layer.kv_source is None else layer.kv_source
-            own = fmt.scales.layers[owner]
-            scales["k"], scales["v"] = self._tensor(own.k), self._tensor(own.v)
-            if fmt.arithmetic == "fp8":
+        if fmt.is_fp8(layer) and fmt.scales is not None:
+            own = fmt.scales.layers[owner_of(layer)]
+            for kind, fp8 in fmt.fp8_kinds(layer).items():
+                scales[kind] = self._tensor(getattr(own, kind)) if fp8 else None
+            if fmt.arithmetic_of(layer) == "fp8":
                 scales["q"] = self._tensor(fmt.scales.grouped_query(layer.index))
         return LayerCache(
             group=group,
@@ -137,9 +138,9 @@ class KVStore:
             v_scale=scales.get("v"),
             q_scale=scales.get("q"),
             fp8_format=fmt.fp8_format,
-            arithmetic=fmt.arithmetic if fp8 else "accurate",
-            # The GPU kernels have no float32 pages.
-            backend="torch" if k_pages.dtype == torch.float32 else None,
+            arithmetic=fmt.arithmetic_of(layer),
+            # The GPU kernels have neither float32 pages nor FP8 beside native ones.
+            backend="torch" if torch.float32 in (k_dtype, v_dtype) or k_dtype != v_dtype else None,
             stores=layer.kv_source is None,
         )
 

@@ -26,6 +26,7 @@ relative error below 5e-3 against float64 on the dequantised values) or ``"fp8"`
 (FlashAttention-3's: queries quantised by ``q_scale``, probabilities in e4m3; about 2e-2).
 
 ``backend`` is ``"triton"`` or ``"torch"``; by default the tensors' device decides (CUDA: triton).
+The torch backend also takes FP8 pages of K beside native ones of V, or the other way round.
 """
 
 from typing import TYPE_CHECKING
@@ -89,7 +90,7 @@ def store(
         ValueError: shapes, dtypes, devices or strides that do not fit together.
     """
     check_store(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale, fp8_format)
-    module = load_backend(backend, k_pages)
+    module = load_backend(backend, k_pages, v_pages)
     module.store(
         key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale, fp8_format=fp8_format
     )
@@ -169,7 +170,7 @@ def attend(
         arithmetic=arithmetic,
         fp8_format=fp8_format,
     )
-    module = load_backend(backend, k_pages)
+    module = load_backend(backend, k_pages, v_pages)
     if plan is not None:
         check_plan(plan, query, k_pages, v_pages, seq_lens, max_seqlen_q, sliding_window)
     module.attend(

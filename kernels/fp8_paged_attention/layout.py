@@ -67,11 +67,17 @@ def v_page_shape(num_pages: int, num_kv_heads: int, page_size: int, head_dim: in
 
 
 def page_bytes(
-    num_kv_heads: int, page_size: int, head_dim_k: int, head_dim_v: int, dtype: torch.dtype
+    num_kv_heads: int,
+    page_size: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    v_dtype: torch.dtype | None = None,
 ) -> int:
-    """Bytes of one page, K and V together."""
+    """Bytes of one page, K and V together; `v_dtype` where V's differs."""
     _check_page_size(page_size)
-    return num_kv_heads * page_size * (head_dim_k + head_dim_v) * dtype.itemsize
+    bytes_k, bytes_v = dtype.itemsize, (v_dtype or dtype).itemsize
+    return num_kv_heads * page_size * (head_dim_k * bytes_k + head_dim_v * bytes_v)
 
 
 def allocate(
@@ -82,6 +88,7 @@ def allocate(
     head_dim_v: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    v_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeroed K and V pages of one layer.
 
@@ -92,6 +99,7 @@ def allocate(
         head_dim_k, head_dim_v: sizes of a K and of a V head.
         dtype: ``torch.uint8`` for FP8, else bfloat16, float16 or float32.
         device: where the pages live.
+        v_dtype: of V pages, where it differs from that of K pages.
 
     Returns:
         K pages `[num_pages, num_kv_heads, page_size, head_dim_k]` and
@@ -100,13 +108,15 @@ def allocate(
     Raises:
         ValueError: the page size is no multiple of 16, or pages cannot have this dtype.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"pages must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+    v_dtype = v_dtype or dtype
+    for kind in (dtype, v_dtype):
+        if kind not in DTYPES:
+            raise ValueError(f"pages must be one of {', '.join(map(str, DTYPES))}, got {kind}")
     k_shape = k_page_shape(num_pages, num_kv_heads, page_size, head_dim_k)
     v_shape = v_page_shape(num_pages, num_kv_heads, page_size, head_dim_v)
     return (
         torch.zeros(k_shape, dtype=dtype, device=device),
-        torch.zeros(v_shape, dtype=dtype, device=device),
+        torch.zeros(v_shape, dtype=v_dtype, device=device),
     )
 
 

@@ -20,9 +20,11 @@ def store(
     fp8_format: str = "e4m3",
 ) -> None:
     """Write each token's K and V to its slot; see :func:`fp8_paged_attention.store`."""
+    fmt = get_format(fp8_format)
     if k_pages.dtype == torch.uint8:
-        fmt = get_format(fp8_format)
-        key, value = quantize(key, k_scale, fmt), quantize(value, v_scale, fmt)
+        key = quantize(key, k_scale, fmt)
+    if v_pages.dtype == torch.uint8:
+        value = quantize(value, v_scale, fmt)
     page_size = k_pages.shape[2]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:

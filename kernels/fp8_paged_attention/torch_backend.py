@@ -53,9 +53,11 @@ def store(
     fp8_format: str,
 ) -> None:
     """Write each token's K and V to its slot; see :func:`fp8_paged_attention.store`."""
+    fmt = get_format(fp8_format)
     if k_pages.dtype == torch.uint8:
-        fmt = get_format(fp8_format)
-        key, value = quantize(key, k_scale, fmt), quantize(value, v_scale, fmt)
+        key = quantize(key, k_scale, fmt)
+    if v_pages.dtype == torch.uint8:
+        value = quantize(value, v_scale, fmt)
     page_size = k_pages.shape[2]
     if len(slot_mapping) <= FEW:
         for token, slot in enumerate(slot_mapping.tolist()):
@@ -127,7 +129,7 @@ def _query_values(
     """The values that queries `[num_tokens, num_q_heads, head_dim]` stand for, in the dtype to
     compute in: the pages' for native pages, float32 for FP8."""
     if query.dtype != E4M3.dtype and arithmetic == "accurate":
-        return query if pages.k.dtype == query.dtype else query.float()
+        return query if pages.k.dtype == pages.v.dtype == query.dtype else query.float()
     scale = None if q_scale is None else q_scale[:, None]
     grouped = query.unflatten(1, (pages.k.shape[1], -1))
     codes = grouped.view(torch.uint8) if query.dtype == E4M3.dtype else quantize(grouped, scale)

@@ -18,8 +18,8 @@ ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 INDICES = (torch.int32, torch.int64)
 
 
-def load_backend(name: str | None, pages: torch.Tensor) -> ModuleType:
-    """The module of the backend called ``name``, or of the one for the pages' device.
+def load_backend(name: str | None, pages: torch.Tensor, v_pages: torch.Tensor) -> ModuleType:
+    """The module of the backend called ``name``, or of the one for the K pages' device.
 
     Raises:
         ValueError: there is no such backend, or it cannot take these pages here.
@@ -36,6 +36,11 @@ def load_backend(name: str | None, pages: torch.Tensor) -> ModuleType:
 
     if not pages.is_cuda and not interpreter_is_on():
         raise ValueError(f"backend 'triton' needs CUDA tensors, got pages on {pages.device}")
+    if pages.dtype != v_pages.dtype:
+        raise ValueError(
+            "K and V pages of different dtypes are for the torch backend, got "
+            f"{pages.dtype} and {v_pages.dtype}"
+        )
     if pages.dtype == torch.float32:
         raise ValueError(
             "float32 pages are for the torch backend; triton takes uint8, bfloat16 and float16"
@@ -111,7 +116,7 @@ def check_store(
     _check("key", key, (num_tokens, num_kv_heads, k_pages.shape[3]), ACTIVATIONS, device)
     _check("value", value, (num_tokens, num_kv_heads, v_pages.shape[3]), ACTIVATIONS, device)
     _check("slot_mapping", slot_mapping, (num_tokens,), INDICES, device)
-    _check_scales(k_pages, fp8_format, k_scale=k_scale, v_scale=v_scale)
+    _check_scales(k_pages, v_pages, fp8_format, k_scale=k_scale, v_scale=v_scale)
 
 
 def check_attend(
@@ -153,11 +158,12 @@ def check_attend(
     _check("out", out, (num_tokens, num_q_heads, v_pages.shape[3]), ACTIVATIONS, device)
     if sinks is not None:
         _check("sinks", sinks, (num_q_heads,), ACTIVATIONS, device)
-    _check_scales(k_pages, fp8_format, k_scale=k_scale, v_scale=v_scale, q_scale=q_scale)
+    _check_scales(k_pages, v_pages, fp8_format, k_scale=k_scale, v_scale=v_scale, q_scale=q_scale)
     if arithmetic not in ARITHMETICS:
         raise ValueError(f"arithmetic must be one of {ARITHMETICS}, got {arithmetic!r}")
-    if arithmetic == "fp8" and k_pages.dtype != torch.uint8:
-        raise ValueError(f"arithmetic 'fp8' needs FP8 (uint8) pages, got {k_pages.dtype}")
+    for pages in (k_pages, v_pages):
+        if arithmetic == "fp8" and pages.dtype != torch.uint8:
+            raise ValueError(f"arithmetic 'fp8' needs FP8 (uint8) pages, got {pages.dtype}")
     if q_scale is not None and arithmetic != "fp8" and query.dtype != E4M3.dtype:
         raise ValueError(
             "q_scale is for float8 queries or arithmetic 'fp8', got a query of "
@@ -187,7 +193,8 @@ def _check_pages(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
         "v_pages",
         v_pages,
         (num_pages, num_kv_heads, page_size // GROUP, v_pages.shape[3], GROUP),
-        (k_pages.dtype,),
+        # FP8 beside native is fine, two native dtypes are a mistake.
+        DTYPES if k_pages.dtype == torch.uint8 else (k_pages.dtype, torch.uint8),
         k_pages.device,
     )
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
@@ -197,13 +204,16 @@ def _check_pages(k_pages: torch.Tensor, v_pages: torch.Tensor) -> None:
             raise ValueError(f"{name} must start at a multiple of 16 bytes")
 
 
-def _check_scales(k_pages: torch.Tensor, fp8_format: str, **scales: torch.Tensor | None) -> None:
+def _check_scales(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, fp8_format: str, **scales: torch.Tensor | None
+) -> None:
     get_format(fp8_format)
     for name, scale in scales.items():
         if scale is None:
             continue
-        if k_pages.dtype != torch.uint8 and name != "q_scale":
-            raise ValueError(f"{name} is for FP8 (uint8) pages, got pages of {k_pages.dtype}")
+        pages = v_pages if name == "v_scale" else k_pages
+        if pages.dtype != torch.uint8 and name != "q_scale":
+            raise ValueError(f"{name} is for FP8 (uint8) pages, got pages of {pages.dtype}")
         shape = (1,) if scale.shape == (1,) else (k_pages.shape[1],)
         _check(name, scale, shape, (torch.float32,), k_pages.device)
 
