@@ -204,15 +204,7 @@ def _failures(result: Verification) -> list[str]:
 def _layers_line(variant: VariantResult, errors: list[LayerError]) -> str:
     from fp8calib.evaluation.attention_errors import UNUSUAL_ERROR, culprits
 
-    listed = "; ".join(
-        f"layer {layer.index} ({layer.name}) {layer.error:.0%}"
-        + "".join(
-            f", {share:.2g} of {kind} clipped"
-            for kind, share in (("K", layer.k_clipped), ("V", layer.v_clipped))
-            if share
-        )
-        for layer in culprits(errors)[:8]
-    )
+    listed = "; ".join(layer.describe() for layer in culprits(errors)[:8])
     unusual = errors and max(layer.error for layer in errors) > UNUSUAL_ERROR
     what = "beyond FP8's usual rounding in" if unusual else "no layer stands out; largest in"
     return f"error of attention outputs ({variant.title}), {what}: {listed}"

@@ -256,9 +256,10 @@ def _layer_errors(
     for run, tally in zip(runs, tallies, strict=True):
         if run.variant.key in failed:
             order = (-tally.kl / tally.tokens).argsort()[:_DIAGNOSED_DOCUMENTS]
+            worst = [rows[i] for i in order]
             found[run.variant.key] = layer_errors(
-                run.model, run.layers, run.variant.kv_format, [rows[i] for i in order]
-            )
+                run.model, run.layers, [run.variant.kv_format], worst
+            )[0]
     return found
 
 
