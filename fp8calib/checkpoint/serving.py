@@ -13,15 +13,15 @@ SKIP_FLAG = "--kv-cache-dtype-skip-layers"
 def serve_command(
     checkpoint: str, skip_layers: Sequence[str] = (), kv_cache_dtype: str = "auto"
 ) -> str:
-    """The command that serves `checkpoint` as it was calibrated. `auto`, vLLM's default, turns into
-    fp8 where a kv_cache_scheme is declared; skip layers have no place in a checkpoint but the flag.
-    """
-    words = ["vllm", "serve", checkpoint]
-    if kv_cache_dtype != "auto":
-        words += ["--kv-cache-dtype", kv_cache_dtype]
-    if skip_layers:
-        words += [SKIP_FLAG, *map(str, skip_layers)]
-    return shlex.join(words)
+    """The command that serves `checkpoint` as it was calibrated."""
+    return shlex.join(["vllm", "serve", checkpoint, *serve_flags(skip_layers, kv_cache_dtype)])
+
+
+def serve_flags(skip_layers: Sequence[str] = (), kv_cache_dtype: str = "auto") -> list[str]:
+    """vLLM's flags for the cache. `auto`, its default, turns into fp8 where a kv_cache_scheme is
+    declared; skip layers have no place in a checkpoint but the flag."""
+    words = [] if kv_cache_dtype == "auto" else ["--kv-cache-dtype", kv_cache_dtype]
+    return [*words, SKIP_FLAG, *map(str, skip_layers)] if skip_layers else words
 
 
 def serving_notes(strategy: Strategy, has_query: bool, skip_layers: Iterable[str]) -> list[str]:
