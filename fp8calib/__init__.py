@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _LAZY = {
+    "AsyncLLM": "fp8calib.runtime.async_llm",
     "LLM": "fp8calib.runtime.llm",
     "SamplingParams": "fp8calib.runtime.sampling_params",
     "ScaleSet": "fp8calib.scales",
@@ -18,12 +19,22 @@ _LAZY = {
     "inspect": "fp8calib.checkpoint",
     "verify": "fp8calib.evaluation",
 }
-__all__ = ["LLM", "SamplingParams", "ScaleSet", "__version__", "calibrate", "inspect", "verify"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "SamplingParams",
+    "ScaleSet",
+    "__version__",
+    "calibrate",
+    "inspect",
+    "verify",
+]
 
 if TYPE_CHECKING:
     from fp8calib.calibration import calibrate
     from fp8calib.checkpoint import inspect
     from fp8calib.evaluation import verify
+    from fp8calib.runtime.async_llm import AsyncLLM
     from fp8calib.runtime.llm import LLM
     from fp8calib.runtime.sampling_params import SamplingParams
     from fp8calib.scales import ScaleSet

@@ -5,18 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8calib.errors import ModelError, UserError
-from fp8calib.runtime.sampler import Sampler, uniforms
+from fp8calib.errors import UserError
+from fp8calib.runtime.sampler import NAN, Sampler, SamplingRow, uniforms
 from fp8calib.runtime.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([2.0, 0.0, 1.0, -1.0, 3.0, 0.5]).log_softmax(-1)
 
 
+def sample(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    return Sampler(1, logits.shape[1]).sample(logits, rows).wait()[0]
+
+
 def draw(params: SamplingParams, count: int = 4000) -> torch.Tensor:
     """How often each token of LOGITS comes up over `count` positions."""
-    tokens = Sampler().sample(
-        LOGITS.expand(count, -1), [params] * count, [7] * count, list(range(count))
-    )
+    rows = [SamplingRow(params, 7, position) for position in range(count)]
+    tokens = sample(LOGITS.expand(count, -1), rows)
     return torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)) / count
 
 
@@ -74,19 +77,20 @@ def test_a_token_does_not_depend_on_its_batch() -> None:
         SamplingParams(top_p=0.9, temperature=0.7),
         SamplingParams(top_k=100, top_p=0.5),
     ]
-    seeds, positions = [1, 2, 3, 4, 5], [9, 8, 7, 6, 5]
-    together = Sampler().sample(logits, params, seeds, positions)
-    alone = [
-        Sampler().sample(logits[i : i + 1], [params[i]], [seeds[i]], [positions[i]])[0]
-        for i in range(5)
-    ]
+    rows = [SamplingRow(one, seed=i, position=9 - i) for i, one in enumerate(params)]
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     assert together == alone
     assert together[0] == int(logits[0].argmax())
 
 
-def test_nan_logits_are_an_error() -> None:
-    with pytest.raises(ModelError, match="logits are NaN"):
-        Sampler().sample(torch.tensor([[0.0, torch.nan]]), [SamplingParams()], [0], [0])
+def test_nan_logits_are_noticed() -> None:
+    logits = torch.tensor([[0.0, torch.nan], [0.0, 1.0], [torch.nan, torch.nan]])
+    rows = [
+        SamplingRow(SamplingParams(temperature=t, top_k=k), 0, 0)
+        for t, k in [(1, 0), (0, 0), (1, 1)]
+    ]
+    assert sample(logits, rows) == [NAN, 1, NAN]
 
 
 @pytest.mark.parametrize(

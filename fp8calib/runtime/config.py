@@ -24,6 +24,10 @@ class EngineConfig:
     block_size: tokens of a page, a power of two from 16 on; None is 16 on a CPU and 128 on a GPU.
     kv_cache_memory_bytes: memory of all pages; None is a share of what is free.
     gpu_memory_utilization: that share on a GPU, weights included.
+    enable_prefix_caching: keep the pages of prompts and answers for others that begin alike.
+    async_scheduling: start a step before the tokens of the one before are on the host; None is on
+        a GPU.
+    max_logprobs: the most log probabilities that a request may ask for at each token.
 
     Raises:
         UserError: an unknown word, or a number that is out of its range.
@@ -42,6 +46,9 @@ class EngineConfig:
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    async_scheduling: bool | None = None
+    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         check_words(self.kv_cache_dtype, self.attention, self.missing_scales)

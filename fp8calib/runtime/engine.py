@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
 
 import torch
 
-from fp8calib.errors import UserError
+from fp8calib.errors import ModelError, UserError
 from fp8calib.runtime.block_manager import BlockManager
 from fp8calib.runtime.config import EngineConfig
 from fp8calib.runtime.detokenizer import Detokenizer, StopStrings
+from fp8calib.runtime.device_copy import to_device
 from fp8calib.runtime.kv_cache_dtype import KVChoice, choose_kv_format
 from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import KVStore, cache_groups, plan_blocks
 from fp8calib.runtime.loader import LoadedModel
+from fp8calib.runtime.logprobs import LogprobTensors
+from fp8calib.runtime.metrics import EngineStats
 from fp8calib.runtime.model_runner import Chunk, ModelRunner
-from fp8calib.runtime.request import Request
-from fp8calib.runtime.sampler import Sampler
+from fp8calib.runtime.prefix_hash import fingerprint
+from fp8calib.runtime.request import Request, RequestGroup
+from fp8calib.runtime.sampler import NAN, SampledTokens, Sampler, SamplingRow
 from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.runtime.scheduler import Scheduler
+from fp8calib.scales import ScaleSet, problems, require
 
 _CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 128
 _CPU_CACHE_BYTES = 4 << 30  # as much as is used of it is taken: pages are touched when written
 
 
-@dataclass
-class EngineStats:
-    """Since the engine was made: tokens of prompts and of answers, seconds spent in steps, and the
-    most bytes of K and V that were held at a time, here and what bf16 pages would have taken."""
+@dataclass(frozen=True)
+class _InFlight:
+    """A step that the device works on.
 
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    seconds: float = 0.0
-    kv_bytes: int = 0
-    bf16_kv_bytes: int = 0
+    rows: the requests that gain a token, in the order of `sampled`; prompts: log probabilities of
+    pieces of prompts, and at which of a request's they start.
+    """
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.generated_tokens / self.seconds if self.seconds else 0.0
+    rows: list[Request]
+    sampled: SampledTokens
+    prompts: list[tuple[Request, int, LogprobTensors]]
 
 
 class Engine:
@@ -72,13 +74,21 @@ class Engine:
             self.store.groups, self.store.num_blocks, self.store.block_size
         )
         self.scheduler = Scheduler(
-            self.block_manager, config.max_num_seqs, config.max_num_batched_tokens
+            self.block_manager,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            fingerprint(self.kv.kv_format) if config.enable_prefix_caching else None,
         )
         self.runner = ModelRunner(loaded.model, self.store)
-        self.sampler = Sampler()
-        self.stats = EngineStats()
         self._vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        self._ids = count()
+        self.sampler = Sampler(config.max_num_seqs, self._vocab_size, self.store.device)
+        on_gpu = self.store.device.type == "cuda"
+        self.asynchronous = on_gpu if config.async_scheduling is None else config.async_scheduling
+        self.stats = EngineStats(pages_total=sum(self.store.num_blocks))
+        self._block_bytes = self.store.block_bytes()
+        self._bf16_block_bytes = self.store.block_bytes(KVFormat(torch.bfloat16))
+        self._in_flight: _InFlight | None = None
+        self._ids = itertools.count()
 
     def _wanted_length(self) -> int:
         wanted, most = self.config.max_model_len, self.loaded.max_model_len
@@ -113,43 +123,74 @@ class Engine:
             self.warnings.append(f"sequences are limited to {tokens} tokens by the cache's memory")
         return KVStore(self.loaded.layers, self.kv.kv_format, num_blocks, block_size, device)
 
+    def add_group(
+        self,
+        params: SamplingParams,
+        prompt: str | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+    ) -> RequestGroup:
+        """Queue the `params.n` completions of a prompt: a text, which is tokenized as it is, or
+        token ids (with the text they stand for, if there is one).
+
+        Raises:
+            UserError: an empty prompt, one that leaves no room for an answer, a token id that the
+                model does not know, or more log probabilities than max_logprobs.
+        """
+        ids = self.tokenize(prompt or "") if prompt_token_ids is None else list(prompt_token_ids)
+        self.check_prompt(ids)
+        self._check_logprobs(params)
+        if request_id is None:
+            request_id = str(next(self._ids))
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        now = time.perf_counter()
+        requests = [
+            Request(
+                request_id=request_id,
+                prompt=prompt,
+                prompt_token_ids=ids,
+                params=params,
+                seed=(seed + index) % 2**63,
+                max_tokens=min(
+                    self.max_model_len if params.max_tokens is None else params.max_tokens,
+                    self.max_model_len - len(ids),
+                ),
+                eos_token_ids=self.loaded.eos_token_ids,
+                detokenizer=Detokenizer(self.loaded.tokenizer, ids),
+                stop_strings=StopStrings(tuple(params.stop)),
+                index=index,
+                arrival_time=now,
+            )
+            for index in range(params.n)
+        ]
+        for request in requests:
+            self.scheduler.add(request)
+        self.stats.prompt_tokens += len(ids)
+        self._note_state()
+        return RequestGroup(request_id, requests)
+
     def add_request(
         self,
         params: SamplingParams,
         prompt: str | None = None,
         prompt_token_ids: Sequence[int] | None = None,
     ) -> Request:
-        """Queue a prompt: a text, which is tokenized as it is, or token ids (with the text they
-        stand for, if there is one).
-
-        Raises:
-            UserError: an empty prompt, one that leaves no room for an answer, or a token id that
-                the model does not know.
-        """
-        if prompt_token_ids is not None:
-            ids = list(prompt_token_ids)
-        else:
-            ids = self.loaded.tokenizer(prompt or "", verbose=False)["input_ids"]
-        self._check_prompt(ids)
-        request = Request(
-            request_id=str(next(self._ids)),
-            prompt=prompt,
-            prompt_token_ids=ids,
-            params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            max_tokens=min(
-                self.max_model_len if params.max_tokens is None else params.max_tokens,
-                self.max_model_len - len(ids),
-            ),
-            eos_token_ids=self.loaded.eos_token_ids,
-            detokenizer=Detokenizer(self.loaded.tokenizer, ids),
-            stop_strings=StopStrings(tuple(params.stop)),
-        )
-        self.scheduler.add(request)
-        self.stats.prompt_tokens += len(ids)
+        """`add_group` for a single completion."""
+        (request,) = self.add_group(params, prompt, prompt_token_ids).requests
         return request
 
-    def _check_prompt(self, ids: list[int]) -> None:
+    def tokenize(self, prompt: str) -> list[int]:
+        return list(self.loaded.tokenizer(prompt, verbose=False)["input_ids"])
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most = self.config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name) or 0
+            if wanted > most:
+                raise UserError(f"{name} is {wanted}, and at most {most} are given (max_logprobs)")
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raise UserError for a prompt that cannot run."""
         if not ids:
             raise UserError("a prompt is empty: it needs at least one token")
         if len(ids) >= self.max_model_len:
@@ -170,53 +211,182 @@ class Engine:
         """Give up a request and free its blocks; one that is finished stays as it is."""
         if request.finish_reason is None:
             request.finish_reason = "abort"
-            self.scheduler.remove(request)
+            self._remove(request)
 
     def step(self) -> list[Request]:
-        """One forward pass; returns the requests that gained a token."""
+        """One forward pass; returns the requests that gained a token (or failed).
+
+        With asynchronous scheduling the pass is only started, and the tokens are those of the pass
+        before: a request that these end has taken part once too often, and what comes of that is
+        dropped.
+
+        Raises:
+            ModelError: of the device, such as too little memory. The requests remain unfinished.
+        """
         started = time.perf_counter()
-        step = self.scheduler.schedule()
-        if not step:
-            return []
-        self._note_memory()
-        chunks = [
-            Chunk(
-                request.token_ids[request.num_computed : request.num_computed + tokens],
-                request.num_computed,
-                request.block_tables,
-                num_logits=int(tokens == request.num_new),
-            )
-            for request, tokens in step
-        ]
-        logits = self.runner.forward(chunks)
-        advanced = [request for request, tokens in step if tokens == request.num_new]
-        for request, tokens in step:
-            request.num_computed += tokens
-        if advanced:
-            self._take_tokens(logits, advanced)
+        done, self._in_flight = self._in_flight, self._start_step()
+        if not self.asynchronous:
+            done, self._in_flight = self._in_flight, None
+        advanced = self._take_tokens(done) if done else []
+        self._note_state()
         self.stats.seconds += time.perf_counter() - started
         return advanced
 
-    def _take_tokens(self, logits: torch.Tensor, requests: list[Request]) -> None:
-        tokens = self.sampler.sample(
-            logits,
-            [request.params for request in requests],
-            [request.seed for request in requests],
-            [len(request.token_ids) for request in requests],
+    def _start_step(self) -> _InFlight | None:
+        step = self.scheduler.schedule()
+        self.stats.preemptions += len(step.preempted)
+        for request in step.admitted:
+            self._begin(request)
+        if not step.requests:
+            return None
+        self._note_memory()
+        chunks = [self._chunk(request, count) for request, count in step.requests]
+        logits = self.runner.forward(chunks, self.sampler.last_tokens)
+        rows, prompts, last = [], [], []
+        row = 0
+        for (request, count), chunk in zip(step.requests, chunks, strict=True):
+            if wanted := self._prompt_logprobs_in(request, count):
+                prompts.append(
+                    (request, request.num_computed, self._of_prompt(request, logits[row:][:wanted]))
+                )
+            row += chunk.num_logits
+            if count == request.num_new:
+                rows.append(request)
+                last.append(row - 1)
+            request.num_computed += count
+        if len(last) < len(logits):
+            logits = logits[to_device(last, torch.int64, logits.device)]
+        sampled = self.sampler.sample(logits, [self._sampling_row(request) for request in rows])
+        for request in rows:
+            request.num_pending += 1
+        return _InFlight(rows, sampled, prompts)
+
+    def _begin(self, request: Request) -> None:
+        """A request starts to run, for the first time or again."""
+        if not request.output_token_ids:
+            request.num_cached_tokens = request.num_computed
+        self.stats.prefix_cache_queries += len(request.token_ids)
+        self.stats.prefix_cache_hits += request.num_computed
+        if request.params.penalized:
+            assert request.slot is not None
+            self.sampler.penalties.begin(
+                request.slot, request.prompt_token_ids, request.output_token_ids
+            )
+
+    def _chunk(self, request: Request, count: int) -> Chunk:
+        start = request.num_computed
+        tokens = request.token_ids[start : start + count]
+        logits = max(self._prompt_logprobs_in(request, count), int(count == request.num_new))
+        return Chunk(
+            tokens,
+            start,
+            request.block_tables,
+            num_logits=logits,
+            pending_slot=request.slot if len(tokens) < count else None,
         )
-        self.stats.generated_tokens += len(tokens)
-        for request, token in zip(requests, tokens, strict=True):
-            request.append(token)
+
+    def _prompt_logprobs_in(self, request: Request, count: int) -> int:
+        """Of how many of the next `count` tokens the logits are wanted for the prompt's sake: all
+        of a piece of the prompt, though its last token's say nothing of the prompt."""
+        if not request.wants_prompt_logprobs or request.output_token_ids:
+            return 0
+        return count
+
+    def _of_prompt(self, request: Request, logits: torch.Tensor) -> LogprobTensors:
+        start = request.num_computed + 1
+        following = request.prompt_token_ids[start : start + len(logits)]
+        tokens = to_device(following, torch.int64, logits.device)
+        assert request.params.prompt_logprobs is not None
+        return LogprobTensors.of(
+            logits[: len(following)], tokens, request.params.prompt_logprobs
+        ).to_host()
+
+    def _sampling_row(self, request: Request) -> SamplingRow:
+        assert request.slot is not None
+        early = request.num_output < request.params.min_tokens
+        return SamplingRow(
+            request.params,
+            request.seed,
+            len(request.token_ids) + request.num_pending,
+            request.slot,
+            tuple(request.ending_token_ids) if early else (),
+        )
+
+    def _take_tokens(self, done: _InFlight) -> list[Request]:
+        tokens, logprobs = done.sampled.wait()
+        for request, start, entries in done.prompts:
+            request.prompt_logprobs[start : start + len(entries.ranks)] = entries.lists()
+        now = time.perf_counter()
+        advanced = []
+        for row, (request, token) in enumerate(zip(done.rows, tokens, strict=True)):
+            request.num_pending -= 1
             if request.finish_reason is not None:
-                self.scheduler.remove(request)
+                continue
+            if token == NAN:
+                request.error, request.finish_reason = _nan_error(), "abort"
+            else:
+                self.stats.generated_tokens += 1
+                if row in logprobs:
+                    request.logprobs.append(logprobs[row])
+                request.append(token)
+                self._note_times(request, now)
+            advanced.append(request)
+            if request.finish_reason is not None:
+                self._remove(request)
+        return advanced
+
+    def _remove(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        assert request.finish_reason is not None
+        finished = self.stats.finished
+        finished[request.finish_reason] = finished.get(request.finish_reason, 0) + 1
+        self.stats.request_latency.observe(time.perf_counter() - request.arrival_time)
+        self._note_state()
+
+    def reload_scales(self, scales: ScaleSet) -> None:
+        """Store and read FP8 pages by other scales from now on, in place, so that captured graphs
+        see them. Cached prefixes are dropped; running requests are computed again from their start.
+
+        Raises:
+            UserError: the cache holds no e4m3 pages.
+            ScaleError: scales that do not fit the model.
+        """
+        problems_found = problems(scales, self.loaded.layers)
+        require(problems_found, "the new scales")
+        if self._in_flight is not None:
+            done, self._in_flight = self._in_flight, None
+            self._take_tokens(done)
+        self.store.reload_scales(scales)
+        self.kv = replace(self.kv, kv_format=self.store.kv_format)
+        self.scheduler.forget_prefixes(fingerprint(self.store.kv_format))
+
+    def _note_times(self, request: Request, now: float) -> None:
+        if request.last_token_time is None:
+            self.stats.time_to_first_token.observe(now - request.arrival_time)
+        else:
+            self.stats.inter_token_latency.observe(now - request.last_token_time)
+        request.last_token_time = now
+
+    def _note_state(self) -> None:
+        stats = self.stats
+        stats.running, stats.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        stats.pages_used = sum(pool.num_used for pool in self.block_manager.pools)
 
     def _note_memory(self) -> None:
         used = [pool.num_used for pool in self.block_manager.pools]
-        own = sum(n * size for n, size in zip(used, self.store.block_bytes(), strict=True))
+        own = sum(n * size for n, size in zip(used, self._block_bytes, strict=True))
         if own > self.stats.kv_bytes:
-            bf16 = self.store.block_bytes(KVFormat(torch.bfloat16))
             self.stats.kv_bytes = own
-            self.stats.bf16_kv_bytes = sum(n * size for n, size in zip(used, bf16, strict=True))
+            self.stats.bf16_kv_bytes = sum(
+                n * size for n, size in zip(used, self._bf16_block_bytes, strict=True)
+            )
+
+
+def _nan_error() -> ModelError:
+    return ModelError(
+        "the model's logits are NaN: its values overflow. Try --dtype float32 or bfloat16; "
+        "if --kv-cache-dtype bfloat16 helps, the cache's scales are wrong"
+    )
 
 
 def _free_for_cache(device: torch.device, gpu_memory_utilization: float) -> int:

@@ -8,14 +8,16 @@ A block id means, in each layer of its group, the page of that number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import fp8_paged_attention as fpa
 import numpy as np
 import torch
 
+from fp8calib.errors import UserError
 from fp8calib.layers import LayerSpec
 from fp8calib.runtime.kv_format import Arithmetic, KVFormat, owner_of
+from fp8calib.scales import ScaleSet
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,7 @@ class KVStore:
         else:
             source = self.layers[layer.kv_source]
             k_pages, v_pages = source.k_pages, source.v_pages
-        scales: dict[str, torch.Tensor | None] = {}
-        if fmt.is_fp8(layer) and fmt.scales is not None:
-            own = fmt.scales.layers[owner_of(layer)]
-            for kind, fp8 in fmt.fp8_kinds(layer).items():
-                scales[kind] = self._tensor(getattr(own, kind)) if fp8 else None
-            if fmt.arithmetic_of(layer) == "fp8":
-                scales["q"] = self._tensor(fmt.scales.grouped_query(layer.index))
+        scales = {kind: self._tensor(scale) for kind, scale in self._scales(layer).items()}
         return LayerCache(
             group=group,
             k_pages=k_pages,
@@ -144,8 +140,44 @@ class KVStore:
             stores=layer.kv_source is None,
         )
 
+    def _scales(self, layer: LayerSpec) -> dict[str, np.ndarray | None]:
+        """The scales that attention takes in a layer."""
+        fmt = self.kv_format
+        if fmt.scales is None or not fmt.is_fp8(layer):
+            return {}
+        own = fmt.scales.layers[owner_of(layer)]
+        scales = {kind: getattr(own, kind) for kind, fp8 in fmt.fp8_kinds(layer).items() if fp8}
+        if fmt.arithmetic_of(layer) == "fp8":
+            scales["q"] = fmt.scales.grouped_query(layer.index)
+        return scales
+
     def _tensor(self, scale: np.ndarray | None) -> torch.Tensor | None:
         return None if scale is None else torch.tensor(scale, device=self.device)
+
+    def reload_scales(self, scales: ScaleSet) -> None:
+        """Write other scales into the tensors of the present ones, which keep their places. What
+        the pages hold was stored by the old ones and must not be read any more.
+
+        Raises:
+            UserError: the cache has no scales to replace, or these are for another strategy.
+        """
+        old = self.kv_format.scales
+        if old is None or not self.kv_format.fp8_layers:
+            raise UserError("there are no scales to replace: the cache runs without")
+        if old.strategy != scales.strategy:
+            raise UserError(
+                f"the cache has {old.strategy} scales, and the new ones are {scales.strategy}"
+            )
+        if old.has_query != scales.has_query and self.kv_format.arithmetic == "fp8":
+            raise UserError("q_scale is in the old scales or in the new ones, but not in both")
+        self.kv_format = replace(self.kv_format, scales=scales)
+        for group in self.groups:
+            for layer in group.layers:
+                cache = self.layers[layer.index]
+                for kind, scale in self._scales(layer).items():
+                    own = getattr(cache, f"{kind}_scale")
+                    if own is not None and scale is not None:
+                        own.copy_(torch.from_numpy(scale))
 
     def block_bytes(self, kv_format: KVFormat | None = None) -> list[int]:
         """Bytes of one block of each group, in this format or, to compare, in another one."""

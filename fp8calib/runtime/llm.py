@@ -12,8 +12,9 @@ from fp8calib.runtime.config import EngineConfig
 from fp8calib.runtime.engine import Engine
 from fp8calib.runtime.loader import load
 from fp8calib.runtime.outputs import RequestOutput
-from fp8calib.runtime.request import Request
+from fp8calib.runtime.request import RequestGroup
 from fp8calib.runtime.sampling_params import SamplingParams
+from fp8calib.scales import ScaleSet
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -46,8 +47,31 @@ class LLM:
         for warning in self.engine.warnings:
             warn(warning)
 
-    def get_tokenizer(self) -> Any:
+    @property
+    def tokenizer(self) -> Any:
         return self.engine.loaded.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a sequence, prompt and answer."""
+        return self.engine.max_model_len
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token by itself."""
+        return str(self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+
+    def reload_scales(self, scales: ScaleSet) -> None:
+        """Store and read the FP8 cache by other scales from now on. Cached prefixes are dropped,
+        and running requests are computed again from their start.
+
+        Raises:
+            UserError: the cache has no scales to replace.
+            ScaleError: scales that do not fit the model.
+        """
+        self.engine.reload_scales(scales)
 
     def generate(
         self,
@@ -83,17 +107,15 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Generate, and yield a request's output so far each time it gains a token; request ids
         count up in the order of `prompts`. Closing the iterator gives up what is unfinished."""
-        requests = self._add(prompts, sampling_params)
+        groups = self._add(prompts, sampling_params)
+        of = {request: group for group in groups for request in group.requests}
         try:
-            while any(request.finish_reason is None for request in requests):
-                yield from (
-                    RequestOutput.of(request)
-                    for request in self.engine.step()
-                    if request in requests
-                )
+            while not all(group.finished for group in groups):
+                grown = {of[r]: None for r in self.engine.step() if r in of}
+                for group in grown:
+                    yield self._output(group)
         finally:
-            for request in requests:
-                self.engine.abort(request)
+            self._abort(groups)
 
     def render_chat(self, messages: Sequence[Message]) -> Prompt:
         """The prompt that the tokenizer's chat template makes of a conversation.
@@ -120,42 +142,51 @@ class LLM:
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Request]:
+    ) -> list[RequestGroup]:
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise UserError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling params")
-        requests: list[Request] = []
+        groups: list[RequestGroup] = []
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
-                requests.append(self._add_one(prompt, params))
+                groups.append(self._add_one(prompt, params))
         except BaseException:
-            for request in requests:
-                self.engine.abort(request)
+            self._abort(groups)
             raise
-        return requests
+        return groups
 
-    def _add_one(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _add_one(self, prompt: Prompt, params: SamplingParams) -> RequestGroup:
         if isinstance(prompt, str):
-            return self.engine.add_request(params, prompt)
+            return self.engine.add_group(params, prompt)
         unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
         if unknown or not prompt:
             raise UserError(
                 "a prompt is a text, or has the key prompt or prompt_token_ids; got "
                 f"{', '.join(sorted(prompt)) or 'nothing'}"
             )
-        return self.engine.add_request(params, prompt.get("prompt"), prompt.get("prompt_token_ids"))
+        return self.engine.add_group(params, prompt.get("prompt"), prompt.get("prompt_token_ids"))
 
-    def _finish(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        several = use_tqdm and len(requests) > 1
-        with progress("generating", len(requests)) if several else nullcontext() as bar:
+    def _finish(self, groups: list[RequestGroup], use_tqdm: bool) -> list[RequestOutput]:
+        several = use_tqdm and len(groups) > 1
+        total = sum(len(group.requests) for group in groups)
+        with progress("generating", total) if several else nullcontext() as bar:
             try:
-                while any(request.finish_reason is None for request in requests):
+                while not all(group.finished for group in groups):
                     done = sum(request.finish_reason is not None for request in self.engine.step())
                     if bar is not None:
                         bar.advance(done, f"{self.engine.stats.tokens_per_second:.1f} tokens/s")
             finally:
-                for request in requests:
-                    self.engine.abort(request)
-        return [RequestOutput.of(request) for request in requests]
+                self._abort(groups)
+        return [self._output(group) for group in groups]
+
+    def _output(self, group: RequestGroup) -> RequestOutput:
+        if group.error is not None:
+            raise group.error
+        return RequestOutput.of(group, self.decode_token)
+
+    def _abort(self, groups: list[RequestGroup]) -> None:
+        for group in groups:
+            for request in group.requests:
+                self.engine.abort(request)

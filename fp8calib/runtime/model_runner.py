@@ -22,13 +22,19 @@ class Chunk:
 
     token_ids: the new tokens, at least one; start: how many tokens of the sequence lie in the cache
     already; block_tables: its blocks in each group of layers, enough for the new tokens too;
-    num_logits: of how many of the last new tokens the logits are wanted.
+    num_logits: of how many of the last new tokens the logits are wanted; pending_slot: one more
+    token follows, the newest of this slot, which only the device knows.
     """
 
     token_ids: Sequence[int]
     start: int
     block_tables: Sequence[Sequence[int]]
     num_logits: int
+    pending_slot: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + (self.pending_slot is not None)
 
 
 class ModelRunner:
@@ -43,15 +49,23 @@ class ModelRunner:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def forward(
+        self, chunks: Sequence[Chunk], last_tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Store and attend the new tokens of `chunks`.
 
+        Args:
+            last_tokens: int64, the newest token of each slot.
         Returns:
             logits [sum of num_logits, vocabulary], chunk by chunk, in the model's dtype.
         """
         device = self.store.device
-        tokens = [token for chunk in chunks for token in chunk.token_ids]
-        lengths = [len(chunk.token_ids) for chunk in chunks]
+        tokens: list[int] = []
+        for chunk in chunks:
+            tokens += chunk.token_ids
+            if chunk.pending_slot is not None:
+                tokens.append(-1 - chunk.pending_slot)
+        lengths = [chunk.num_tokens for chunk in chunks]
         ends = list(accumulate(lengths))
         sequence = torch.repeat_interleave(torch.tensor(lengths, device=device))
         before = torch.tensor(
@@ -78,8 +92,12 @@ class ModelRunner:
             for chunk, end in zip(chunks, ends, strict=True)
             for row in range(end - chunk.num_logits, end)
         ]
+        input_ids = torch.tensor([tokens], device=device)
+        if last_tokens is not None:
+            pending = last_tokens[(-1 - input_ids).clamp(min=0)]
+            input_ids = torch.where(input_ids < 0, pending, input_ids)
         with set_forward_context(context):
-            return self._logits(torch.tensor([tokens], device=device), positions[None], rows)
+            return self._logits(input_ids, positions[None], rows)
 
     def _tables(
         self, tables: Sequence[Sequence[int]], sequence: torch.Tensor, positions: torch.Tensor

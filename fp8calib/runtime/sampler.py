@@ -3,73 +3,174 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from fp8calib.errors import ModelError
+from fp8calib.runtime.device_copy import to_device, to_host
+from fp8calib.runtime.logprobs import LogprobTensors
+from fp8calib.runtime.penalties import Penalties
+from fp8calib.runtime.request import TokenLogprobs
 from fp8calib.runtime.sampling_params import SamplingParams
+
+NAN = -1
+"""In place of the token of a row whose logits hold NaN."""
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """What the choice of one token depends on besides the logits.
+
+    seed: 0 to 2**63 - 1; position: of the token in its sequence; slot: the sequence's place among
+    those that run; banned: tokens that may not come (those that would end a text too early).
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    slot: int = 0
+    banned: Sequence[int] = ()
+
+
+class SampledTokens:
+    """The tokens of one step on their way to the host."""
+
+    def __init__(
+        self, tokens: torch.Tensor, logprobs: LogprobTensors | None, asked: dict[int, int]
+    ) -> None:
+        self._tokens = to_host(tokens)
+        self._logprobs = None if logprobs is None else logprobs.to_host()
+        self._asked = asked  # rows with log probabilities, and of how many likeliest tokens
+        self._event = None
+        if tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """The token of each row (NAN where the logits were), and the log probabilities of those
+        rows that asked for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._logprobs is None:
+            return self._tokens.tolist(), {}
+        entries = self._logprobs.lists()
+        return self._tokens.tolist(), {
+            row: entry[: 1 + k]
+            for (row, k), entry in zip(self._asked.items(), entries, strict=True)
+        }
 
 
 class Sampler:
     """Greedy, or by one uniform random number a token, which depends on the request's seed and the
-    token's position alone: not on the batch, the device or the scheduling."""
+    token's position alone: not on the batch, the device or the scheduling.
+
+    `last_tokens`, int64 [num_slots] on the device, holds the newest token of each slot, so that the
+    next step can start before the host has seen it.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
+        self.penalties = Penalties(num_slots, vocab_size, self.device)
 
     @torch.inference_mode()
-    def sample(
-        self,
-        logits: torch.Tensor,
-        params: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        positions: Sequence[int],
-    ) -> list[int]:
-        """The next token of each row of `logits` [B, vocabulary].
-
-        Args:
-            seeds: 0 to 2**63 - 1, one a row; positions: of the token to pick, in its sequence.
-        Raises:
-            ModelError: a row of logits holds NaN.
-        """
-        logits = logits.float()
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+        """The next token of each row of `logits` [B, vocabulary]; nothing waits for the device."""
+        slots = self._upload([row.slot for row in rows])
+        raw, logits = logits, self._changed(logits.float(), rows, slots)
         best, tokens = logits.max(-1)
-        if bool(best.isnan().any()):
-            raise ModelError(
-                "the model's logits are NaN: its values overflow. Try --dtype float32 or bfloat16; "
-                "if --kv-cache-dtype bfloat16 helps, the cache's scales are wrong"
-            )
-        rows = [row for row, one in enumerate(params) if not one.greedy]
-        if rows:
-            chosen = [params[row] for row in rows]
-            device = logits.device
-            uniform = uniforms(
-                torch.tensor([seeds[row] for row in rows], device=device),
-                torch.tensor([positions[row] for row in rows], device=device),
-            )
-            tokens[rows] = _draw(logits[rows], chosen, uniform)
-        return tokens.tolist()
+        for filtered in (False, True):
+            # Each row by itself: a neighbour's filter must not move its random number's token.
+            drawn = [
+                i
+                for i, row in enumerate(rows)
+                if not row.params.greedy and _is_filtered(row.params) == filtered
+            ]
+            if drawn:
+                at = self._upload(drawn)
+                tokens.index_copy_(0, at, _draw(logits[at], [rows[i] for i in drawn], filtered))
+        self.last_tokens.index_copy_(0, slots, tokens)
+        if penalized := [i for i, row in enumerate(rows) if row.params.penalized]:
+            at = self._upload(penalized)
+            self.penalties.count(slots[at], tokens[at])
+        asked = {i: r.params.logprobs for i, r in enumerate(rows) if r.params.logprobs is not None}
+        logprobs = None
+        if asked:
+            at = self._upload(list(asked))
+            logprobs = LogprobTensors.of(raw[at], tokens[at], max(asked.values()))
+        return SampledTokens(tokens.masked_fill(best.isnan(), NAN), logprobs, asked)
+
+    def _changed(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits after penalties, and without tokens that may not come."""
+        if penalized := [i for i, row in enumerate(rows) if row.params.penalized]:
+            at = self._upload(penalized)
+            params = [rows[i].params for i in penalized]
+            logits = logits.index_copy(0, at, self.penalties.apply(logits[at], slots[at], params))
+        if banned := [(i, token) for i, row in enumerate(rows) for token in row.banned]:
+            where = self._upload(banned)
+            least = torch.full((), -torch.inf, device=self.device)
+            logits = logits.index_put((where[:, 0], where[:, 1]), least)
+        return logits
+
+    def _upload(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> torch.Tensor:
+        return to_device(values, torch.int64, self.device)
 
 
-def _draw(
-    logits: torch.Tensor, params: Sequence[SamplingParams], uniform: torch.Tensor
-) -> torch.Tensor:
-    """Tokens [B] for `uniform` [B] by the inverse of each row's cumulative distribution, with the
-    tokens in order of probability. float64: a sum over a large vocabulary in float32 is off by
-    more than rare tokens weigh."""
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow], filtered: bool) -> torch.Tensor:
+    """Tokens [B] by the inverse of each row's cumulative distribution: of the whole vocabulary in
+    its order, or where there are filters, of what they leave, the likeliest first. float64: a sum
+    over a large vocabulary in float32 is off by more than rare tokens weigh."""
+    device = logits.device
+    uniform = uniforms(
+        to_device([row.seed for row in rows], torch.int64, device),
+        to_device([row.position for row in rows], torch.int64, device),
+    )
+    params = [row.params for row in rows]
+    logits = logits / to_device([[one.temperature] for one in params], torch.float32, device)
+    if not filtered:
+        return _invert(logits.double().softmax(-1), uniform)
+    probabilities, order = _filter(logits, params)
+    return order.gather(1, _invert(probabilities, uniform)[:, None])[:, 0]
+
+
+def _filter(
+    logits: torch.Tensor, params: Sequence[SamplingParams]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities of what min-p, top-k and then top-p leave (0 for the rest; not normalised), and
+    their tokens, both with the likeliest first."""
     device, vocab_size = logits.device, logits.shape[1]
-    temperature = torch.tensor([[one.temperature] for one in params], device=device)
-    top_p = torch.tensor([[one.top_p] for one in params], device=device, dtype=torch.float64)
     top_k = [min(one.top_k, vocab_size) if one.top_k > 0 else vocab_size for one in params]
-    kept = min(max(top_k), vocab_size)
-    logits = logits / temperature
+    numbers = to_device(
+        [(k, one.min_p, one.top_p) for k, one in zip(top_k, params, strict=True)],
+        torch.float64,
+        device,
+    )
+    most, min_p, top_p = numbers[:, :, None].unbind(1)
+    kept = max(top_k)
     values, order = logits.topk(kept) if kept < vocab_size else logits.sort(descending=True)
+    values = values.double()
     rank = torch.arange(kept, device=device)
-    values = values.masked_fill(rank >= torch.tensor(top_k, device=device)[:, None], -torch.inf)
-    probabilities = values.double().softmax(-1)
+    out = (rank >= most) | (values < values[:, :1] + min_p.log())
+    probabilities = values.masked_fill(out, -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    probabilities = probabilities.masked_fill(before >= top_p, 0)
+    return probabilities.masked_fill(before >= top_p, 0), order
+
+
+def _invert(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Where each row's cumulative sum passes `uniform` [B] of its total."""
     cumulative = probabilities.cumsum(-1)
-    target = uniform[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True).clamp(max=kept - 1)
-    return order.gather(1, index)[:, 0]
+    # A sum that rounding left at its total would point beyond the last possible token.
+    target = (uniform[:, None] * cumulative[:, -1:]).minimum(
+        cumulative[:, -1:] * (1 - torch.finfo(torch.float64).eps)
+    )
+    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return index.clamp(max=cumulative.shape[1] - 1)  # NaN lies beyond the end
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
