@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8calib.console import progress, warn
 from fp8calib.errors import UserError
+from fp8calib.runtime.chat_template import Message, render_chat
 from fp8calib.runtime.config import EngineConfig
 from fp8calib.runtime.engine import Engine
 from fp8calib.runtime.loader import load
@@ -17,7 +18,6 @@ from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.scales import ScaleSet
 
 Prompt = str | Mapping[str, Any]
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -123,19 +123,7 @@ class LLM:
         Raises:
             UserError: there is no template, or it refuses the conversation.
         """
-        from jinja2 import TemplateError
-
-        tokenizer = self.get_tokenizer()
-        if not tokenizer.chat_template:
-            raise UserError("this model's tokenizer has no chat template; use plain prompts")
-        try:
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except (TemplateError, TypeError, ValueError, LookupError) as problem:
-            raise UserError(f"the chat template refuses the conversation: {problem}") from problem
-        # The template has written every special token there is to be.
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        text, ids = render_chat(self.tokenizer, messages)
         return {"prompt": text, "prompt_token_ids": ids}
 
     def _add(
