@@ -21,6 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
@@ -62,6 +63,25 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*map(escape, row))
     stderr.print(table, soft_wrap=False)
+
+
+def print_side_by_side(
+    title: str,
+    left: tuple[str, tuple[str, str, str]],
+    right: tuple[str, tuple[str, str, str]],
+    caption: str,
+) -> None:
+    """Print two texts to stdout, each below its heading and in three parts: what they share, where
+    they part (marked by brackets, and by colour on a terminal), and the rest."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    cells = []
+    for heading, (shared, differing, rest) in (left, right):
+        table.add_column(heading, ratio=1, overflow="fold")
+        cells.append(Text(shared))
+        if differing:
+            cells[-1].append(f"[{differing}]", style="bold reverse").append(rest)
+    table.add_row(*cells)
+    Console(highlight=False, emoji=False).print(table)
 
 
 class Bar:

@@ -88,7 +88,9 @@ def _with_lists_joined(args: Sequence[str]) -> Iterator[str]:
     """vLLM's form of a list, `--kv-cache-dtype-skip-layers 0 5 sliding_window`, as one word:
     an option here takes one value, and the flag that vLLM takes should work as it is."""
     is_list, values = False, list[str]()
-    for word in args:
+    args = list(args)
+    ours = args.index("--") if "--" in args else len(args)  # what follows is for vLLM as it is
+    for word in args[:ours]:
         if is_list and re.fullmatch(r"-?\d+|sliding_window", word):
             values.append(word)
             continue
@@ -98,6 +100,7 @@ def _with_lists_joined(args: Sequence[str]) -> Iterator[str]:
         is_list, values = word in ("--kv-cache-dtype-skip-layers", "--skip-layers"), []
     if values:
         yield ",".join(values)
+    yield from args[ours:]
 
 
 def _fail(message: str, code: int) -> None:
@@ -113,9 +116,11 @@ def _fail(message: str, code: int) -> None:
 
 from fp8calib.cli import (  # noqa: E402  (they register themselves)
     calibrate,  # noqa: F401
+    chat,  # noqa: F401
     inspect,  # noqa: F401
     models,  # noqa: F401
     rescale,  # noqa: F401
     run,  # noqa: F401
+    serve,  # noqa: F401
     verify,  # noqa: F401
 )

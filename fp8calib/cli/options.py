@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -106,3 +106,93 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint."),
 ]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len", help="Tokens of a sequence, prompt and answer; default: the model's."
+    ),
+]
+MaxNumSeqs = Annotated[
+    int | None, typer.Option("--max-num-seqs", help="Sequences that run at a time; default: 64.")
+]
+GPUMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        help="Share of the GPU's memory for weights, pages and work; default: 0.9.",
+    ),
+]
+KVCacheMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-memory",
+        metavar="SIZE",
+        help="Memory of the pages, such as 8GiB or 500MB; default: what is left of the share.",
+    ),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        metavar="fp8calib|vllm",
+        help="vllm: start an installed vLLM with the flags that `inspect` prints; what follows "
+        "`--` goes to it.",
+    ),
+]
+VLLM = Annotated[
+    str | None,
+    typer.Option("--vllm", metavar="PATH", help="vLLM's executable; default: the one on PATH."),
+]
+TensorParallelSize = Annotated[
+    int | None,
+    typer.Option("--tensor-parallel-size", help="GPUs that share the model; with --engine vllm."),
+]
+VLLMArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- VLLM_ARGUMENTS]...", show_default=False)
+]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def memory_bytes(option: str, size: str | None) -> int | None:
+    """The bytes of a size like 8GiB, 500MB or 1000000.
+
+    Raises:
+        UserError: it is none, or smaller than a byte.
+    """
+    import re
+
+    from fp8calib.errors import UserError
+
+    if size is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", size.strip().lower())
+    count = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    if count < 1:
+        raise UserError(f"{option} {size}: give a size such as 8GiB, 500MB or a number of bytes")
+    return count
+
+
+def is_vllm(engine: str, ours: dict[str, bool], theirs: dict[str, bool]) -> bool:
+    """Whether `--engine` names vLLM.
+
+    Args:
+        ours, theirs: options that only the one or the other engine has, and whether each is given.
+    Raises:
+        UserError: an unknown engine, or an option of the one that was not chosen.
+    """
+    from fp8calib.errors import UserError
+
+    if engine not in ("fp8calib", "vllm"):
+        raise UserError(f"unknown --engine {engine!r}: use fp8calib or vllm")
+    for name, given in (ours if engine == "vllm" else theirs).items():
+        if given:
+            other = "fp8calib" if engine == "vllm" else "vllm"
+            raise UserError(f"{name} is for --engine {other}, and this is {engine}")
+    return engine == "vllm"
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given: None stands for the default of what they are handed to."""
+    return {name: value for name, value in options.items() if value is not None}

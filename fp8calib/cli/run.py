@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json as jsonlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,10 +21,13 @@ _SEED_LIMIT = 2**31
 @app.command(
     epilog="Examples: fp8calib run demo:smollm2-135m-instruct -p 'The capital of France is'; "
     "fp8calib run ./model-kvattn-fp8-tensor --chat -p 'Who are you?'; "
-    "fp8calib run ./model --kv-cache-dtype fp8 --prompts prompts.txt --json < /dev/null",
+    "fp8calib run ./model-kvattn-fp8-tensor --compare --prompts prompts.txt; "
+    "fp8calib run ./model --kv-cache-dtype fp8 --prompts prompts.txt --json < /dev/null; "
+    "fp8calib run ./model-kvattn-fp8-tensor --engine vllm -p Hello -- --max-model-len 4096",
 )
 def run(
     model: options.Model,
+    vllm_arguments: options.VLLMArguments = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,63 +44,154 @@ def run(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")
     ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Answer on a native and on an FP8 cache, and show where they part."
+        ),
+    ] = False,
     kv_cache_dtype: options.KVCacheDtype = "auto",
     skip_layers: options.SkipLayers = None,
     attention: options.Attention = "accurate",
     missing_scales: options.MissingScales = "refuse",
     max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 256,
+    min_tokens: Annotated[int, typer.Option(help="An answer has at least so many tokens.")] = 0,
+    n: Annotated[int, typer.Option("-n", "--n", help="Answers to each prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="0, the default, is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this sum.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 is all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Draw from tokens at least this likely, beside the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: fewer tokens of prompt and answer again.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Off the logit of each token that the answer has.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, for each time that the answer has it.")
+    ] = 0.0,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With --json: log probabilities of tokens and so many alternatives."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the random numbers; default: drawn.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")
     ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(help="Token that ends an answer; may be repeated.")
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")
     ] = False,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer; default: the model's.")
-    ] = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    gpu_memory_utilization: options.GPUMemoryUtilization = None,
+    kv_cache_memory: options.KVCacheMemory = None,
+    engine: options.Engine = "fp8calib",
+    vllm: options.VLLM = None,
+    tensor_parallel_size: options.TensorParallelSize = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Generate text on an FP8 or native KV cache; answers to stdout, all else to stderr."""
+    from fp8calib.cli.prompts import read_prompts
     from fp8calib.models import resolve_model
 
-    texts = list(_prompts(prompt, prompts))
-    _check_unicode(texts)
-    resolve_model(model)  # a wrong name is told before torch is loaded
-    from fp8calib.runtime.llm import LLM
-    from fp8calib.runtime.sampling_params import SamplingParams
-
-    if seed is None and temperature > 0:
-        import secrets
-
-        seed = secrets.randbelow(_SEED_LIMIT)
-    params = SamplingParams(
+    common = options.given(
+        kv_cache_memory_bytes=options.memory_bytes("--kv-cache-memory", kv_cache_memory),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        gpu_memory_utilization=gpu_memory_utilization,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    sampling = options.given(
+        n=n,
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        seed=seed,
-        stop=stop or (),
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logprobs=logprobs,
+        seed=_seed() if seed is None and temperature > 0 else seed,
+        stop=stop,
+        stop_token_ids=stop_token_id,
         ignore_eos=ignore_eos,
     )
-    llm = LLM(
-        model,
+    ours = {
+        "--attention": attention != "accurate",
+        "--device": device != "auto",
+        "--compare": compare,
+        "--logprobs": logprobs is not None,
+    }
+    theirs = {
+        "an argument behind MODEL": bool(vllm_arguments),
+        "--vllm": vllm is not None,
+        "--tensor-parallel-size": tensor_parallel_size is not None,
+    }
+    use_vllm = options.is_vllm(engine, ours, theirs)
+    texts = read_prompts(prompt, prompts)
+    resolve_model(model)  # a wrong name is told before torch is loaded
+    if use_vllm:
+        from fp8calib import vllm_launch
+        from fp8calib.cli.run_vllm import run_vllm
+
+        prepared = vllm_launch.prepare(
+            model,
+            executable=vllm,
+            kv_cache_dtype=kv_cache_dtype,
+            skip_layers=skip_layers,
+            missing_scales=missing_scales,
+            flags=common | {"tensor_parallel_size": tensor_parallel_size},
+        )
+        run_vllm(prepared, vllm_arguments or (), texts, chat, sampling, json)
+        return
+    from fp8calib.runtime.sampling_params import SamplingParams
+
+    params = SamplingParams(**sampling)
+    cache = options.given(
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_dtype_skip_layers=skip_layers,
         attention=attention,
         missing_scales=missing_scales,
-        max_model_len=max_model_len,
         device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
     )
-    _show_cache(llm)
+    if compare:
+        from fp8calib.cli.run_compare import run_compare
+
+        run_compare(model, common | cache, texts, chat, params, json)
+    else:
+        _run(model, common | cache, texts, chat, params, json)
+
+
+def _seed() -> int:
+    import secrets
+
+    return secrets.randbelow(_SEED_LIMIT)
+
+
+def _run(
+    model: str,
+    engine_options: dict[str, Any],
+    texts: list[str],
+    chat: bool,
+    params: SamplingParams,
+    json: bool,
+) -> None:
+    from fp8calib.cli.engine_summary import show_engine
+    from fp8calib.runtime.llm import LLM
+
+    llm = LLM(model, **engine_options)
+    show_engine(llm)
     rendered: list[Prompt] = [
         llm.render_chat([{"role": "user", "content": text}]) if chat else text for text in texts
     ]
@@ -107,110 +199,43 @@ def run(
         from fp8calib.console import print_json
 
         print_json(_report(llm, texts, llm.generate(rendered, params), params))
-    else:
-        _stream(llm, rendered, texts, params)
-        _show_stats(llm, params)
-
-
-def _prompts(given: Sequence[str] | None, file: Path | None) -> Iterator[str]:
-    """The prompts of the options, else all of stdin as one."""
-    from fp8calib.errors import UserError
-
-    yield from given or ()
-    if file is not None:
-        yield from _read_prompts(file)
-    if given or file is not None:
         return
-    if sys.stdin.isatty():
-        raise UserError("no prompt: use -p TEXT, --prompts FILE, or pipe text into the command")
-    try:
-        yield sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError:
-        raise UserError("the prompt on stdin is not UTF-8 text") from None
+    if len(texts) == params.n == 1:
+        _stream(llm, rendered[0], params)
+    else:
+        outputs = llm.generate(rendered, params)
+        print_answers(texts, [[one.text for one in output.outputs] for output in outputs])
+    _show_stats(llm, params)
 
 
-def _check_unicode(texts: Sequence[str]) -> None:
-    from fp8calib.errors import UserError
-
-    for number, text in enumerate(texts, 1):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"prompt {number} is not UTF-8 text") from None
-
-
-def _read_prompts(file: Path) -> Iterator[str]:
-    from fp8calib.errors import UserError
-
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
-        raise UserError(f"{file}: {reason}") from None
-    found = False
-    # not splitlines: that also splits at form feeds and other characters inside a line
-    for number, line in enumerate(text.split("\n"), 1):
-        line = line.removesuffix("\r")
-        if line.strip():
-            found = True
-            yield _json_prompt(line, f"{file}, line {number}") if file.suffix == ".jsonl" else line
-    if not found:
-        raise UserError(f"{file} holds no prompt")
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+    """Print an answer as it grows."""
+    shown = 0
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print(flush=True)
 
 
-def _json_prompt(line: str, where: str) -> str:
-    from fp8calib.errors import UserError
-
-    try:
-        value: Any = jsonlib.loads(line)
-    except (ValueError, RecursionError) as problem:
-        raise UserError(f"{where} is not JSON: {problem}") from None
-    if isinstance(value, dict):
-        value = value.get("prompt")
-    if not isinstance(value, str):
-        raise UserError(f"{where} is neither a string nor an object with a `prompt` that is one")
-    return value
-
-
-def _show_cache(llm: LLM) -> None:
-    from fp8calib.checkpoint.serving import SKIP_FLAG
-    from fp8calib.console import info
-
-    kv = llm.engine.kv
-    info(f"KV cache: {kv.kv_format.describe(llm.engine.loaded.layers)}")
-    if kv.recorded:
-        flag = " ".join(kv.skip_layers)
-        info(
-            f"layers {flag} are left native, as the checkpoint records; "
-            f"vLLM needs for the same: {SKIP_FLAG} {flag}"
-        )
+def print_answers(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> None:
+    """To stdout: the answers to each prompt, under headings where there are several."""
+    blocks = []
+    for text, several in zip(texts, answers, strict=True):
+        title = shortened(text)
+        for number, answer in enumerate(several, 1):
+            which = f" ({number} of {len(several)})" if len(several) > 1 else ""
+            blocks.append((f"==> {title}{which} <==\n", answer))
+    if len(blocks) == 1:
+        print(blocks[0][1])
+    else:
+        print("\n\n".join(heading + answer for heading, answer in blocks))
 
 
-def _stream(llm: LLM, rendered: list[Prompt], texts: list[str], params: SamplingParams) -> None:
-    """Print the answers in the order of the prompts, the first unfinished one as it grows."""
-    latest: dict[int, RequestOutput] = {}
-    current = shown = 0
-    _print_heading(texts, current)
-    for output in llm.stream(rendered, params):
-        number = int(output.request_id)
-        latest[number] = output
-        while current < len(texts) and (now := latest.get(current)) is not None:
-            text = now.outputs[0].text
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
-            if not now.finished:
-                break
-            print(flush=True)
-            current, shown = current + 1, 0
-            _print_heading(texts, current)
-
-
-def _print_heading(texts: list[str], number: int) -> None:
-    """As `head` and `tail` do it for several files."""
-    if 1 < len(texts) > number:
-        title = " ".join(texts[number].split())
-        title = title if len(title) <= 60 else title[:57] + "..."
-        print(f"{chr(10) * bool(number)}==> {title} <==", flush=True)
+def shortened(text: str) -> str:
+    """A prompt as a heading: one line of at most 60 characters."""
+    title = " ".join(text.split())
+    return title if len(title) <= 60 else title[:57] + "..."
 
 
 def _show_stats(llm: LLM, params: SamplingParams) -> None:
@@ -230,18 +255,18 @@ def _report(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    engine = llm.engine
-    return {
-        "model": engine.loaded.name,
-        "kv_cache": engine.kv.kv_format.describe(engine.loaded.layers),
-        "attention": engine.kv.kv_format.arithmetic,
-        "skip_layers": engine.kv.skip_layers,
-        "warnings": engine.warnings,
+    from fp8calib.cli.engine_summary import engine_report
+
+    return engine_report(llm) | {
         "sampling_params": asdict(params),
         "outputs": [
-            {"prompt": text, "prompt_tokens": len(output.prompt_token_ids)}
-            | {k: v for k, v in asdict(output.outputs[0]).items() if k != "index"}
+            {
+                "prompt": text,
+                "prompt_tokens": len(output.prompt_token_ids),
+                "cached_tokens": output.num_cached_tokens,
+            }
+            | asdict(one)
             for text, output in zip(texts, outputs, strict=True)
+            for one in output.outputs
         ],
-        "stats": asdict(engine.stats) | {"tokens_per_second": engine.stats.tokens_per_second},
     }

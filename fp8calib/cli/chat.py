@@ -1,0 +1,85 @@
+"""`fp8calib chat`: a conversation in the terminal, its earlier turns kept in the cache."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fp8calib.cli import app, options
+
+
+@app.command(
+    epilog="While it answers, Ctrl-C stops the answer; Ctrl-D or /exit ends the conversation. "
+    "Example: fp8calib chat demo:smollm2-135m-instruct --system 'Answer in one sentence.'",
+)
+def chat(
+    model: options.Model,
+    system: Annotated[
+        str | None, typer.Option(help="The system message; /system TEXT sets another.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Of an answer; default: what the model's length leaves.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy. Default: the model's own, else 0.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens of this sum.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest; 0 is all.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Draw from tokens this likely, beside the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: fewer tokens that were there before.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the random numbers; default: drawn.")] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="After each answer: tokens/s and cached tokens.")
+    ] = False,
+    kv_cache_dtype: options.KVCacheDtype = "auto",
+    skip_layers: options.SkipLayers = None,
+    attention: options.Attention = "accurate",
+    missing_scales: options.MissingScales = "refuse",
+    max_model_len: options.MaxModelLen = None,
+    gpu_memory_utilization: options.GPUMemoryUtilization = None,
+    kv_cache_memory: options.KVCacheMemory = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print each answer as one line of JSON.")
+    ] = False,
+) -> None:
+    """Talk with a model; earlier turns stay in the cache. Commands: /system TEXT, /reset, /exit."""
+    from fp8calib.models import resolve_model
+
+    engine_options = options.given(
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype_skip_layers=skip_layers,
+        attention=attention,
+        missing_scales=missing_scales,
+        max_model_len=max_model_len,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_memory_bytes=options.memory_bytes("--kv-cache-memory", kv_cache_memory),
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    sampling = options.given(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    resolve_model(model)  # a wrong name is told before torch is loaded
+    from fp8calib.cli.conversation import Conversation, Terminal
+    from fp8calib.cli.engine_summary import show_engine
+    from fp8calib.runtime.llm import LLM
+
+    llm = LLM(model, max_num_seqs=1, **engine_options)
+    show_engine(llm)
+    Terminal(Conversation(llm, system, max_tokens, sampling), stats=stats, json=json).run()

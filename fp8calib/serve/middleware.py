@@ -1,0 +1,67 @@
+"""What is checked before a request is read: the API key and the size of its body."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fp8calib.serve.errors import APIError, error_response
+
+
+class RequireKey:
+    """Lets requests under /v1 through that carry ``Authorization: Bearer KEY``; /health and
+    /metrics are open. Digests are compared, in constant time, so that not even the key's length is
+    told by how long the answer takes."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app = app
+        self._digest = _digest(key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1") or self._knows(scope):
+            return await self.app(scope, receive, send)
+        error = APIError("the API key is missing or wrong", status=401, code="invalid_api_key")
+        await error_response(error)(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        kind, _, key = given.partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(_digest(key), self._digest)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class LimitBody:
+    """Refuses bodies above a number of bytes: by the length they announce, else while they come
+    in, so that no more than that is ever held."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self.max_bytes:
+            return await error_response(self._refusal())(scope, receive, send)
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.max_bytes:
+                raise self._refusal()
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _refusal(self) -> APIError:
+        return APIError(
+            f"the request is larger than {self.max_bytes:,} bytes, this server's limit", status=413
+        )
