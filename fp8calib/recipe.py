@@ -72,11 +72,21 @@ class Calibration(_Section):
 
 
 class Gates(_Section):
-    """Limits on what FP8 may cost, judged by `verify`; None leaves that number ungated."""
+    """Limits on what FP8 may cost, judged by `verify` as far as it measures them; None leaves a
+    number ungated.
+
+    max_ppl_increase: relative to native's perplexity; max_kl: mean KL(native || fp8), nats;
+    min_top1: share of tokens with native's top prediction; min_needle: of the needles that native
+    finds, the share found; max_task_drop: how much worse a task's metric may be, in its own unit;
+    max_repeat_increase: how much larger the share of repeated 4-grams in generated text may be.
+    """
 
     max_ppl_increase: Annotated[float, Field(gt=0)] | None = 0.02
     max_kl: Annotated[float, Field(gt=0)] | None = 0.05
     min_top1: Annotated[float, Field(gt=0, le=1)] | None = 0.90
+    min_needle: Annotated[float, Field(gt=0, le=1)] | None = 0.90
+    max_task_drop: Annotated[float, Field(gt=0)] | None = 0.02
+    max_repeat_increase: Annotated[float, Field(gt=0, le=1)] | None = 0.20
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:

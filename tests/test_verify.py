@@ -28,11 +28,11 @@ from fp8calib.evaluation.attention_errors import culprits
 from fp8calib.evaluation.bootstrap import Estimate, Resampled
 from fp8calib.evaluation.gates import GateResult
 from fp8calib.evaluation.metrics import compare
-from fp8calib.evaluation.verification import CalibrationEffect, suspicious
+from fp8calib.evaluation.summary import CalibrationEffect, suspicious
 from fp8calib.recipe import Gates
 from fp8calib.scales import LayerScales, ScaleSet
 
-NO_GATES = Gates(max_ppl_increase=None, max_kl=None, min_top1=None)
+NO_GATES = Gates(**dict.fromkeys(Gates.model_fields))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def numbers(result: Verification, key: str) -> tuple[float, ...]:
 def test_metrics_equal_their_definitions_in_float64() -> None:
     torch.manual_seed(0)
     native, other = torch.randn(2, 37, 1000) * 4
-    other = native + other / 10
+    other = native + other / 3
     targets = torch.randint(0, 1000, (37,))
     first, second = compare([native, other[:, :900]], targets % 900)
     p, q = (x[:, :900].double().log_softmax(-1) for x in (native, other))
@@ -84,14 +84,19 @@ def test_metrics_equal_their_definitions_in_float64() -> None:
     torch.testing.assert_close(first.nll, -p[at], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(second.nll, -q[at], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(second.kl, kl, atol=1e-7, rtol=1e-4)
-    assert torch.equal(second.agrees, p.argmax(-1) == q.argmax(-1))
-    assert 0 < int(second.agrees.sum()) < 37
+    reverse = (q.exp() * (q - p)).sum(-1)
+    torch.testing.assert_close(second.reverse_kl, reverse, atol=1e-7, rtol=1e-4)
+    assert torch.equal(second.top1 > 0, p.argmax(-1) == q.argmax(-1))
+    among = (q.topk(5).indices == p.argmax(-1, keepdim=True)).any(-1)
+    assert torch.equal(second.top5 > 0, among)
+    assert 0 < int(second.top1.sum()) < int(second.top5.sum()) < 37
 
 
 def test_equal_logits_have_a_divergence_of_exactly_zero() -> None:
     native = torch.randn(20, 5000) * 5
     _, same = compare([native, native.clone()], torch.zeros(20, dtype=torch.long))
-    assert bool((same.kl == 0).all()) and bool(same.agrees.all())
+    assert bool((same.kl == 0).all()) and bool((same.reverse_kl == 0).all())
+    assert bool(same.top1.all()) and bool(same.top5.all())
 
 
 def test_intervals_are_paired_and_shrink_with_the_number_of_documents() -> None:
@@ -463,7 +468,7 @@ def test_json_says_everything(
     assert variant["attention"] == "fp8" and variant["kl"]["low"] <= variant["kl"]["value"]
     worst = variant["worst"]
     assert worst["token"] and worst["text_before"] and 0 <= worst["document"] < 8
-    assert {gate["gate"] for gate in report["gates"]} == set(Gates.model_fields)
+    assert {gate["gate"] for gate in report["gates"]} == {"max_ppl_increase", "max_kl", "min_top1"}
     assert all(gate["passed"] for gate in report["gates"])
 
 
@@ -479,7 +484,7 @@ def test_gates_come_from_options_then_the_recipe_then_the_defaults(
     assert call(capsys, *args, "--max-kl", "9")[0] == 0
     _, out, _ = call(capsys, str(tiny()), "--dataset", texts, "--json")
     limits = {gate["gate"]: gate["limit"] for gate in json.loads(out)["gates"]}
-    assert limits == Gates().model_dump()
+    assert limits and limits.items() <= Gates().model_dump().items()
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,28 @@ class Resampled:
         self._draws = dict(zip(sums, draws.T, strict=True))
 
     def estimate(self, statistic: Callable[[Mapping[Hashable, Any]], Any]) -> Estimate:
-        """`statistic` of the totals (numbers, or arrays of resampled ones, by key)."""
-        value = float(statistic(self._total))
-        if self.documents < 2:
+        """`statistic` of the totals (numbers, or arrays of resampled ones, by key). Draws for which
+        it is not defined are left out: there may be none of the few documents that it is over."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value = float(statistic(self._total))
+            drawn = np.asarray(statistic(self._draws)) if self.documents > 1 else np.empty(0)
+        drawn = drawn[np.isfinite(drawn)]
+        if drawn.size < RESAMPLES / 2:
             return Estimate(value, None, None)
         tail = 100 * (1 - CONFIDENCE) / 2
-        low, high = np.percentile(statistic(self._draws), [tail, 100 - tail])
+        low, high = np.percentile(drawn, [tail, 100 - tail])
         return Estimate(value, float(low), float(high))
+
+
+def paired_means(
+    **samples: np.ndarray,
+) -> Callable[[Callable[[Mapping[Hashable, Any]], Any]], Estimate]:
+    """For numbers that documents have one each: estimates of functions of their means, by name.
+
+    >>> estimate = paired_means(a=np.array([1.0, 2.0]), b=np.array([2.0, 4.0]))
+    >>> estimate(lambda mean: mean["b"] - mean["a"]).value
+    1.5
+    """
+    totals = Resampled(samples)
+    count = totals.documents
+    return lambda f: totals.estimate(lambda t: f({name: t[name] / count for name in samples}))

@@ -5,41 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from fp8calib import __version__, console
+from fp8calib import __version__
 from fp8calib.checkpoint import open_checkpoint
 from fp8calib.data import TokenData
-from fp8calib.errors import CheckFailed, DataError, ModelError, UserError
-from fp8calib.evaluation.attention_errors import (
-    LayerError,
-    first_nonfinite_layer,
-    layer_errors,
-)
-from fp8calib.evaluation.gates import GateResult, judge
-from fp8calib.evaluation.metrics import Tally, TokenMetrics, compare
-from fp8calib.evaluation.text import load_text
-from fp8calib.evaluation.variants import Plan, Variant, plan_variants
-from fp8calib.evaluation.verification import (
-    VariantResult,
-    Verification,
-    summarise,
-    suspicious,
-)
-from fp8calib.layers import LayerSpec
+from fp8calib.errors import DataError, UserError
+from fp8calib.evaluation.attention_errors import LayerError, layer_errors
+from fp8calib.evaluation.checks import Checks
+from fp8calib.evaluation.columns import ColumnOptions, parse_columns, plan_columns
+from fp8calib.evaluation.gates import GateResult, judge_all
+from fp8calib.evaluation.layer_table import layer_table
+from fp8calib.evaluation.measurement import measure, noise_pass, tokens_per_pass
+from fp8calib.evaluation.metrics import NOISE, TokenTable
+from fp8calib.evaluation.needle import needle_lengths
+from fp8calib.evaluation.summary import NoiseFloor, Summary, suspicious
+from fp8calib.evaluation.tasks import TaskSet
+from fp8calib.evaluation.text import load_text, long_text
+from fp8calib.evaluation.variants import Plan, Run, Variant, native_variant, plan_variants
+from fp8calib.evaluation.verification import Verification
 from fp8calib.models import resolve_model
 from fp8calib.recipe import Gates
 from fp8calib.runtime.kv_cache_dtype import check_words
-from fp8calib.runtime.kv_format import Arithmetic, KVFormat
+from fp8calib.runtime.kv_format import Arithmetic
 from fp8calib.runtime.loader import LoadedModel, load
-from fp8calib.runtime.scoring import score
 
-# Tokens in a forward pass. The logits of all variants for that many tokens are in memory at once.
-_BATCHED_TOKENS = {"cpu": 128, "cuda": 1024}
 _DIAGNOSED_DOCUMENTS = 4
 
 
@@ -51,9 +47,15 @@ class VerifyConfig:
         without a dataset, text that the default calibration does not see.
     kv_cache_dtype, kv_cache_dtype_skip_layers, attention, missing_scales: see
         `variants.plan_variants`.
+    variants: the columns in place of the usual ones; see `columns.parse_columns`.
     assume_skip_flag: trust that whoever serves passes the recorded skip layers; otherwise the
         cache without them is judged too.
     against: another model whose native cache is the reference, such as the one that was quantized.
+    noise_floor: measure native against itself too.
+    generation: tokens to generate after each prompt; 0 leaves that check out.
+    needle, needle_lengths, needle_trials: whether to look for needles; in texts of how many tokens
+        (None: up to the model's maximum); how often for each length and depth.
+    tasks, task_folder, task_limit: see `tasks.TaskSet`.
     """
 
     dataset: str | None = None
@@ -67,37 +69,48 @@ class VerifyConfig:
     kv_cache_dtype_skip_layers: Sequence[str | int] | None = None
     attention: Arithmetic | None = None
     missing_scales: str = "refuse"
+    variants: str | Sequence[str] | None = None
     assume_skip_flag: bool = False
     against: str | None = None
+    noise_floor: bool = True
+    generation: int = 0
+    needle: bool = False
+    needle_lengths: Sequence[int] | None = None
+    needle_trials: int = 1
+    tasks: Sequence[str] = ()
+    task_folder: str | None = None
+    task_limit: int | None = None
     device: str = "auto"
     dtype: str = "auto"
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         check_words(self.kv_cache_dtype, self.attention or "accurate", self.missing_scales)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A variant and the model that it runs on."""
-
-    variant: Variant
-    loaded: LoadedModel
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.loaded.model
+        if self.variants is not None:
+            parse_columns(self.variants)
+            if self.kv_cache_dtype != "auto":
+                raise UserError("--variants and --kv-cache-dtype exclude each other")
+        for name, least in (("generation", 0), ("needle_trials", 1), ("task_limit", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name} must be at least {least}, got {value}")
+        if self.task_set is not None:
+            self.task_set.check()
 
     @property
-    def layers(self) -> list[LayerSpec]:
-        return self.loaded.layers
+    def task_set(self) -> TaskSet | None:
+        if not self.tasks:
+            return None
+        folder = None if self.task_folder is None else Path(self.task_folder).expanduser()
+        return TaskSet(tuple(self.tasks), folder, self.task_limit)
 
 
 def verify(model: str, *, gates: Gates | None = None, **options: Any) -> Verification:
     """Measure what an FP8 KV cache costs `model`, a calibrated checkpoint or a plain model.
 
     Every variant runs teacher-forced over the same text, K and V going through the pages of the
-    runtime. The result says whether the variants that will be served pass the gates.
+    runtime. The result says whether the variants that will be served pass the gates. When it is
+    interrupted after the first tokens, it returns what it has, marked as `partial`.
 
     Args:
         model: a folder, a Hub id, or ``demo:smollm2-135m-instruct``.
@@ -114,39 +127,27 @@ def verify(model: str, *, gates: Gates | None = None, **options: Any) -> Verific
     sidecar = open_checkpoint(folder).sidecar or {}
     data, warnings = load_text(model, folder, sidecar, config)
     loaded = _load(model, config)
-    plan = plan_variants(
-        loaded,
-        config.kv_cache_dtype,
-        config.kv_cache_dtype_skip_layers,
-        config.attention,
-        config.missing_scales,
-        config.assume_skip_flag,
-    )
-    runs = _runs(plan, loaded, config)
+    plan = _with_reference(_plan(loaded, config), loaded, config)
+    runs = [plan.reference, *(run for run in plan.runs if run is not plan.reference)]
     _check_tokens(runs, data)
-    tallies = _measure(runs, data.rows)
-    results, effect = summarise(
-        [run.variant for run in runs],
-        [run.variant.kv_format.describe(run.layers) for run in runs],
-        tallies,
-    )
-    judged = _judge(gates or Gates(), results)
-    return Verification(
-        model=model,
-        against=config.against,
-        dataset=_describe(data),
-        skip_layers=plan.skip_layers,
-        skip_layers_recorded=plan.recorded,
-        variants=results,
-        effect=effect,
-        gates=judged,
-        layer_errors=_layer_errors(runs, tallies, judged, data.rows),
-        worst_text={r.key: _worst_text(r, loaded, data.rows) for r in results},
-        warnings=warnings + plan.warnings + suspicious(results, len(data.rows)),
-        versions={"fp8calib": __version__}
-        | {name: version(name) for name in ("torch", "transformers")},
-        device=str(loaded.model.device),
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
+    checks = _prepare_checks(runs, data, config)
+    tables = {run.variant.key: TokenTable() for run in runs}
+    if config.noise_floor:
+        tables[NOISE] = TokenTable()
+    limit = tokens_per_pass(runs)
+    partial = False
+    try:
+        measure(runs, data.rows, tables, limit)
+        checks.run()
+    except KeyboardInterrupt:
+        if not min(map(len, tables.values())):
+            raise
+        partial = True
+    found = _report(model, config, data, plan, tables, checks, gates or Gates(), limit)
+    return replace(
+        found,
+        warnings=warnings + found.warnings,
+        partial=partial,
         seconds=round(time.perf_counter() - start, 2),
     )
 
@@ -160,118 +161,165 @@ def _load(model: str, config: VerifyConfig) -> LoadedModel:
     )
 
 
-def _runs(plan: Plan, loaded: LoadedModel, config: VerifyConfig) -> list[_Run]:
-    """The variants with their models; with --against, the native of the other model first."""
-    runs = [_Run(variant, loaded) for variant in plan.variants]
-    if config.against is None:
-        return runs
-    other = _load(config.against, config)
+def _plan(loaded: LoadedModel, config: VerifyConfig) -> Plan:
+    if config.variants is None:
+        return plan_variants(
+            loaded,
+            config.kv_cache_dtype,
+            config.kv_cache_dtype_skip_layers,
+            config.attention,
+            config.missing_scales,
+            config.assume_skip_flag,
+        )
+    options = ColumnOptions(
+        config.kv_cache_dtype_skip_layers,
+        config.attention,
+        config.missing_scales,
+        config.assume_skip_flag,
+        lambda name: _other(name, "--variants", loaded, config),
+    )
+    return plan_columns(loaded, parse_columns(config.variants), options)
+
+
+def _other(name: str, option: str, loaded: LoadedModel, config: VerifyConfig) -> LoadedModel:
+    """Another model with the same tokens; on the weights of `loaded` where they are the same."""
+    other = _load(name, config)
     if other.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
         raise UserError(
-            f"--against {config.against}: its tokenizer is not that of {loaded.name}, so their "
-            "predictions cannot be compared"
+            f"{option} {name}: its tokenizer is not that of {loaded.name}, so their predictions "
+            "cannot be compared"
         )
-    native = KVFormat(other.model.dtype)
-    title = f"{config.against}, native ({native.describe(other.layers)})"
-    own = replace(runs[0].variant, key="own_native", title="this model, native cache")
-    return [_Run(Variant("native", title, native), other), _Run(own, loaded), *runs[1:]]
+    ours, theirs = loaded.model.state_dict(), other.model.state_dict()
+    same = ours.keys() == theirs.keys() and all(
+        ours[key].shape == value.shape and torch.equal(ours[key], value)
+        for key, value in theirs.items()
+    )
+    return replace(other, model=loaded.model) if same else other
 
 
-def _check_tokens(runs: Sequence[_Run], data: TokenData) -> None:
+def _with_reference(plan: Plan, loaded: LoadedModel, config: VerifyConfig) -> Plan:
+    """With --against, the other model's native cache in front, as what all are compared with."""
+    if config.against is None:
+        return plan
+    other = _other(config.against, "--against", loaded, config)
+    native = native_variant(other)
+    reference = Run(
+        replace(native, title=f"{config.against}, {native.title}", model=config.against), other
+    )
+    runs = [
+        replace(run, variant=_own_native(run.variant)) if run.variant.key == "native" else run
+        for run in plan.runs
+    ]
+    return replace(plan, runs=[reference, *runs], reference=reference)
+
+
+def _own_native(variant: Variant) -> Variant:
+    return replace(variant, key="own_native", title="this model, native cache")
+
+
+def _check_tokens(runs: Sequence[Run], data: TokenData) -> None:
     largest = max(max(row) for row in data.rows)
-    vocabulary = min(_vocabulary(run.model) for run in runs)
+    vocabulary = min(
+        run.loaded.model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+        for run in runs
+    )
     if largest >= vocabulary:
         raise DataError(f"token id {largest} is beyond the model's vocabulary of {vocabulary}")
 
 
-def _vocabulary(model: Any) -> int:
-    return model.get_input_embeddings().weight.shape[0]
-
-
-def _measure(runs: Sequence[_Run], rows: Sequence[Sequence[int]]) -> list[Tally]:
-    """Run all variants side by side, a few hundred tokens at a time."""
-    limit = _BATCHED_TOKENS[runs[0].model.device.type]
-    streams = [
-        score(run.model, run.layers, run.variant.kv_format, rows, max_batched_tokens=limit)
-        for run in runs
-    ]
-    tallies = [Tally(len(rows)) for _ in runs]
-    total = len(runs) * sum(map(len, rows))
-    started, done = time.perf_counter(), 0
-    with console.progress(f"verifying {len(runs)} variants (tokens)", total) as bar:
-        for pieces in zip(*streams, strict=True):
-            row, first = pieces[0].row, pieces[0].start
-            targets = rows[row][first + 1 : first + 1 + len(pieces[0].logits)]
-            if targets:
-                count, device = len(targets), pieces[0].logits.device
-                found = compare(
-                    [piece.logits[:count] for piece in pieces],
-                    torch.tensor(targets, device=device),
-                )
-                for run, tally, metrics in zip(runs, tallies, found, strict=True):
-                    _check_finite(run, metrics, rows[row], row, first)
-                    tally.add(row, first, metrics)
-            step = len(runs) * len(pieces[0].logits)
-            done += step
-            bar.advance(step, f"{done / (time.perf_counter() - started):,.0f} tokens/s")
-    return tallies
-
-
-def _check_finite(
-    run: _Run, metrics: TokenMetrics, tokens: Sequence[int], row: int, first: int
-) -> None:
-    bad = ~torch.isfinite(metrics.nll + metrics.kl)
-    if not bool(bad.any()):
-        return
-    end = first + int(bad.int().argmax()) + 1
-    layer = first_nonfinite_layer(run.model, run.layers, run.variant.kv_format, tokens[:end])
-    where = f"first in {layer}" if layer else "no attention layer is at fault"
-    message = (
-        f"{run.variant.title}: the logits of document {row} at position {end - 1} hold NaN or "
-        f"infinity, {where}"
+def _prepare_checks(runs: Sequence[Run], data: TokenData, config: VerifyConfig) -> Checks:
+    lengths = None
+    if config.needle:
+        most = min(run.loaded.max_model_len for run in runs)
+        lengths = needle_lengths(config.needle_lengths, most)
+    return Checks(
+        runs,
+        data.rows,
+        lambda tokens: long_text(runs[0].loaded.tokenizer, data, config, tokens),
+        config.generation,
+        lengths,
+        config.needle_trials,
+        config.seed,
+        config.task_set,
     )
-    if run.variant.key in ("native", "own_native"):
-        raise ModelError(f"{message}; try --dtype float32, or look at that text")
-    raise CheckFailed(message)
 
 
-def _judge(gates: Gates, results: Sequence[VariantResult]) -> list[GateResult]:
-    return [
-        gate
-        for result in results
-        if result.gated
-        for gate in judge(gates, result.key, result.ppl_increase, result.kl, result.top1)
+def _report(
+    model: str,
+    config: VerifyConfig,
+    data: TokenData,
+    plan: Plan,
+    tables: dict[str, TokenTable],
+    checks: Checks,
+    gates: Gates,
+    limit: int,
+) -> Verification:
+    """From what was measured to what is said of it."""
+    summary = Summary(tables, plan.reference.variant.key)
+    loaded = plan.runs[-1].loaded
+    decode = loaded.tokenizer.decode
+    results = [
+        summary.variant(
+            run.variant,
+            run.loaded.layers,
+            summary.worst(run.variant.key, data.rows, decode),
+        )
+        for run in plan.runs
     ]
+    noise = None
+    if NOISE in tables:
+        how = f"native in passes of {noise_pass(limit)} tokens, against passes of {limit}"
+        noise = NoiseFloor(**summary.divergence(NOISE), how=how)
+    generation, needle, tasks = checks.generation, checks.needle, checks.tasks
+    judged = judge_all(gates, results, generation, needle, tasks)
+    return Verification(
+        model=model,
+        engine="fp8calib",
+        against=config.against,
+        dataset=describe(data),
+        skip_layers=plan.skip_layers,
+        skip_layers_recorded=plan.recorded,
+        reference=plan.reference.variant.key,
+        variants=results,
+        noise_floor=noise,
+        effect=summary.effect([run.variant for run in plan.runs]),
+        gates=judged,
+        generation=generation,
+        needle=needle,
+        tasks=tasks,
+        layers=layer_table(loaded.layers),
+        layer_errors=_layer_errors(plan.runs, summary, judged, data.rows),
+        warnings=plan.warnings + suspicious(results, len(data.rows)),
+        versions={"fp8calib": __version__}
+        | {name: version(name) for name in ("torch", "transformers")},
+        device=str(loaded.model.device),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
 
 
 def _layer_errors(
-    runs: Sequence[_Run],
-    tallies: Sequence[Tally],
+    runs: Sequence[Run],
+    summary: Summary,
     judged: Sequence[GateResult],
     rows: Sequence[Sequence[int]],
 ) -> dict[str, list[LayerError]]:
     """Where the loss of the variants that failed comes from, on the documents that show it most."""
     failed = {gate.variant for gate in judged if not gate.passed}
     found = {}
-    for run, tally in zip(runs, tallies, strict=True):
+    for run in runs:
         if run.variant.key in failed:
-            order = (-tally.kl / tally.tokens).argsort()[:_DIAGNOSED_DOCUMENTS]
-            worst = [rows[i] for i in order]
+            columns = summary.columns[run.variant.key]
+            tokens = np.bincount(columns["document"])
+            loss = np.bincount(columns["document"], columns["kl"]) / np.maximum(tokens, 1)
+            worst = [rows[i] for i in (-loss).argsort()[:_DIAGNOSED_DOCUMENTS]]
             found[run.variant.key] = layer_errors(
-                run.model, run.layers, [run.variant.kv_format], worst
+                run.loaded.model, run.loaded.layers, [run.variant.kv_format], worst
             )[0]
     return found
 
 
-def _worst_text(
-    result: VariantResult, loaded: LoadedModel, rows: Sequence[Sequence[int]]
-) -> tuple[str, str]:
-    row, position = rows[result.worst.document], result.worst.position
-    decode = loaded.tokenizer.decode
-    return decode(row[max(0, position - 15) : position + 1]), decode([row[position + 1]])
-
-
-def _describe(data: TokenData) -> dict[str, Any]:
+def describe(data: TokenData) -> dict[str, Any]:
     return {
         "name": data.source,
         "split": data.split,

@@ -73,6 +73,24 @@ def load_text(
     return replace(data, rows=rows), warnings
 
 
+def long_text(tokenizer: Any, data: TokenData, config: VerifyConfig, tokens: int) -> list[int]:
+    """The documents one after the other, with more of the dataset where they are fewer than
+    `tokens`; still fewer where it has no more."""
+    if data.num_tokens < tokens:
+        mean = max(1, data.num_tokens // len(data.rows))
+        data = load_data(
+            tokenizer,
+            data.source,
+            split=data.split,
+            samples=tokens // mean + 1,
+            max_seq_len=max(config.max_seq_len, tokens),
+            seed=config.seed,
+            text_column=config.text_column,
+            messages_column=config.messages_column,
+        )
+    return [token for row in data.rows for token in row]
+
+
 def _calibrated_on(sidecar: dict[str, Any]) -> tuple[Any, Any]:
     data = sidecar.get("dataset")
     return (data.get("name"), data.get("split")) if isinstance(data, dict) else (None, None)

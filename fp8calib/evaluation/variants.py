@@ -4,35 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fp8calib.layers import LayerSpec
 from fp8calib.runtime.kv_cache_dtype import NATIVE_WORDS, choose_kv_format
 from fp8calib.runtime.kv_format import Arithmetic, KVFormat
+from fp8calib.runtime.kv_store import cache_groups
 from fp8calib.scales import ScaleSet
 
 if TYPE_CHECKING:
     from fp8calib.runtime.loader import LoadedModel
 
+_BLOCK_SIZE = 16
+
 
 @dataclass(frozen=True)
 class Variant:
     """One cache format to judge: `key` names it in JSON, `title` for a person. The gates apply to
-    those that are `gated`."""
+    those that are `gated`. `model` is the checkpoint that it runs on, where that is another one."""
 
     key: str
     title: str
     kv_format: KVFormat
     gated: bool = False
+    model: str | None = None
+
+    def facts(self, layers: Sequence[LayerSpec]) -> dict[str, Any]:
+        """What a report says of the cache itself."""
+        block = sum(
+            group.block_bytes(self.kv_format, _BLOCK_SIZE) for group in cache_groups(layers)
+        )
+        return {
+            "kv_cache": self.kv_format.describe(layers),
+            "fp8_layers": [layer.index for layer in layers if self.kv_format.is_fp8(layer)],
+            "kv_bytes_per_token": block // _BLOCK_SIZE,
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A variant and the model that it runs on."""
+
+    variant: Variant
+    loaded: LoadedModel
+
+    @property
+    def key(self) -> str:
+        return self.variant.key
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The variants, the first of them native. `skip_layers` stay native in the FP8 ones, in the
-    form of vLLM's flag; `recorded` says whether that list comes from the checkpoint."""
+    """The variants in the order of the report, one of which, `reference`, is native.
 
-    variants: list[Variant]
+    `skip_layers` stay native in FP8 variants, in the form of vLLM's flag; `recorded` says whether
+    that list comes from the checkpoint."""
+
+    runs: list[Run]
+    reference: Run
     skip_layers: list[str]
     recorded: bool
     warnings: list[str]
@@ -57,19 +88,16 @@ def plan_variants(
     word = "fp8" if kv_cache_dtype == "auto" else kv_cache_dtype
     choice = choose_kv_format(loaded, word, skip_layers, attention or "accurate", missing_scales)
     chosen, warnings = choice.kv_format, list(choice.warnings)
-    native_format = KVFormat(loaded.model.dtype)
-    native = Variant("native", f"native ({native_format.describe(loaded.layers)})", native_format)
+    native = native_variant(loaded)
     if word in NATIVE_WORDS:
-        return Plan([native, Variant(word, f"{word} cache", chosen, True)], [], False, warnings)
+        other = Variant(word, f"{word} cache", chosen, True)
+        return _plan(loaded, [native, other], [], False, warnings)
 
     if chosen.scales is not None and loaded.checkpoint.strategy is None:
         warnings.append(
             "config.json declares no kv_cache_scheme: vLLM ignores these scales and runs at 1.0"
         )
-    if attention is None and chosen.scales is not None and chosen.scales.has_query:
-        chosen = replace(chosen, arithmetic="fp8")
-    if chosen.scales is not None and _all_ones(chosen.scales):
-        chosen = replace(chosen, scales=None)
+    chosen = as_served(chosen, attention)
     variants = [native, *_fp8_variants(chosen, "fp8" if word == "fp8_e4m3" else word)]
     served = variants[-1] = replace(variants[-1], gated=True)
     if choice.recorded and not assume_skip_flag:
@@ -78,18 +106,51 @@ def plan_variants(
         variants.append(
             Variant("without_skip_flag", "the same without the skip flag", forgotten, True)
         )
-    return Plan(variants, choice.skip_layers, choice.recorded, warnings)
+    return _plan(loaded, variants, choice.skip_layers, choice.recorded, warnings)
+
+
+def _plan(
+    loaded: LoadedModel,
+    variants: Sequence[Variant],
+    skip_layers: list[str],
+    recorded: bool,
+    warnings: list[str],
+) -> Plan:
+    runs = [Run(variant, loaded) for variant in variants]
+    return Plan(runs, runs[0], skip_layers, recorded, warnings)
+
+
+def native_variant(loaded: LoadedModel, key: str = "native") -> Variant:
+    kv_format = KVFormat(loaded.model.dtype)
+    return Variant(key, f"native ({kv_format.describe(loaded.layers)})", kv_format)
+
+
+def as_served(chosen: KVFormat, attention: Arithmetic | None) -> KVFormat:
+    """A format with the arithmetic that vLLM will use where none is asked for; scales that are all
+    1.0 are left out of it."""
+    if attention is None and chosen.scales is not None and chosen.scales.has_query:
+        chosen = replace(chosen, arithmetic="fp8")
+    if chosen.scales is not None and _all_ones(chosen.scales):
+        chosen = replace(chosen, scales=None)
+    return chosen
+
+
+def title_of(kv_format: KVFormat, word: str) -> str:
+    """How an FP8 format is called, its attention and skip layers aside."""
+    if kv_format.scales is None:
+        return f"{word} at scale 1.0"
+    value = _constant(kv_format.scales)
+    return f"{word} calibrated" if value is None else f"{word} at constant scale {value:g}"
 
 
 def _fp8_variants(chosen: KVFormat, word: str) -> list[Variant]:
     """Scale 1.0, the scales in use, and these with FP8 attention; the last one is `chosen`."""
     plain = replace(chosen, arithmetic="accurate")
-    key, title = "scale_1", f"{word} at scale 1.0"
-    variants = [Variant(key, title, replace(plain, scales=None))]
+    at_one = replace(plain, scales=None)
+    key, title = "scale_1", title_of(at_one, word)
+    variants = [Variant(key, title, at_one)]
     if chosen.scales is not None:
-        value = _constant(chosen.scales)
-        key = "calibrated"
-        title = f"{word} calibrated" if value is None else f"{word} at constant scale {value:g}"
+        key, title = "calibrated", title_of(plain, word)
         variants.append(Variant(key, title, plain))
     if chosen.arithmetic == "fp8":
         variants.append(Variant(f"{key}_fp8_attention", f"{title}, fp8 attention", chosen))
