@@ -139,7 +139,7 @@ class Engine:
         """
         ids = self.tokenize(prompt or "") if prompt_token_ids is None else list(prompt_token_ids)
         self.check_prompt(ids)
-        self._check_logprobs(params)
+        self._check_params(params)
         if request_id is None:
             request_id = str(next(self._ids))
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -182,12 +182,13 @@ class Engine:
     def tokenize(self, prompt: str) -> list[int]:
         return list(self.loaded.tokenizer(prompt, verbose=False)["input_ids"])
 
-    def _check_logprobs(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
         most = self.config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name) or 0
             if wanted > most:
                 raise UserError(f"{name} is {wanted}, and at most {most} are given (max_logprobs)")
+        self._check_tokens("stop_token_ids has", params.stop_token_ids)
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Raise UserError for a prompt that cannot run."""
@@ -197,10 +198,13 @@ class Engine:
             raise UserError(
                 f"a prompt has {len(ids)} tokens; with an answer, {self.max_model_len} fit"
             )
+        self._check_tokens("a prompt has", ids)
+
+    def _check_tokens(self, where: str, ids: Sequence[int]) -> None:
         wrong = next((token for token in ids if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
             raise UserError(
-                f"a prompt has token id {wrong}; this model knows 0 to {self._vocab_size - 1}"
+                f"{where} token id {wrong}; this model knows 0 to {self._vocab_size - 1}"
             )
 
     @property
