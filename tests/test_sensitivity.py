@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,19 @@ import numpy as np
 import pytest
 import torch
 from made_scales import make_scales
+from safetensors.torch import load_file, save_file
 
+import fp8calib
 from fp8calib.attention import handle_attention, plain_attention
+from fp8calib.calibration.rescale import rescale
+from fp8calib.checkpoint import open_checkpoint
+from fp8calib.cli import main
+from fp8calib.errors import UserError
+from fp8calib.evaluation import verify
 from fp8calib.evaluation.attention_errors import layer_errors
+from fp8calib.evaluation.sensitivity import sensitivity
+from fp8calib.evaluation.sensitivity_measure import Exemption, Measurements, Memory
+from fp8calib.recipe import Gates
 from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import KVStore
 from fp8calib.runtime.loader import LoadedModel, load
@@ -149,6 +161,218 @@ def test_layer_errors_equal_their_definition(tiny: Tiny) -> None:
         loaded.model(torch.tensor(ROWS[:1]))
     for name, value in expected.items():
         assert getattr(found[0], name) == pytest.approx(value, rel=1e-3), name
+
+
+# --- known answers
+
+
+def fragile(model: Any) -> None:
+    """Layers 1 and 4 made fragile: K of one, V of the other passes 448 in one head."""
+    layers = [layer.self_attn for layer in model.model.layers]
+    _scale_kv_head(layers[1], "k", 0, 2.0**9)
+    _scale_kv_head(layers[4], "v", 0, 2.0**12)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    lines = [{"text": f"{n} squared is {n * n}, and {n} cubed is {n**3}; " * 3} for n in range(12)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def fragile_model(tiny: Tiny) -> Path:
+    return tiny(num_hidden_layers=6, initializer_range=0.15, edit=fragile)
+
+
+def test_exactly_the_fragile_layers_are_named(fragile_model: Path, texts: str) -> None:
+    found = sensitivity(str(fragile_model), dataset=texts, budget_kl=0.01)
+    assert found.skip_layers == ["1", "4"]
+    assert found.skip_flag == "--kv-cache-dtype-skip-layers 1 4"
+    assert found.whole is not None and found.proposal is not None and found.split is not None
+    assert found.proposal.loss.kl.value <= 0.01 < found.whole.loss.kl.value
+    layers = {layer.index: layer for layer in found.layers}
+    ranked = sorted(layers, key=lambda i: -layers[i].alone.kl.value)  # type: ignore[union-attr]
+    assert set(ranked[:2]) == {1, 4}
+    assert layers[1].k_alone.kl.value > 20 * layers[1].v_alone.kl.value  # type: ignore[union-attr]
+    assert layers[4].v_alone.kl.value > 20 * layers[4].k_alone.kl.value  # type: ignore[union-attr]
+    # half a layer is enough, which vLLM cannot do
+    assert found.split.exempt == Exemption(k=frozenset({1}), v=frozenset({4}))
+    assert found.split.loss.kl.value <= 0.01 and found.split.share < found.proposal.share
+    shares = [point.share for point in found.curve]
+    assert shares == sorted(shares) and shares[0] == found.whole.share == 0.25  # of float32
+    assert all(p.loss.kl.low <= p.loss.kl.value <= p.loss.kl.high for p in found.curve)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_right_scales_need_no_layer_in_16_bit(
+    strategy: str, fragile_model: Path, texts: str, tmp_path: Path
+) -> None:
+    """Scales per head undo the damage; one scale a layer costs the quiet heads their precision."""
+    out = tmp_path / "out"
+    fp8calib.calibrate(fragile_model, out, strategy=strategy, dataset=texts)
+    found = sensitivity(str(out), dataset=texts, budget_kl=0.01, attention="accurate")
+    if strategy == "attn_head":
+        assert found.skip_layers == [] and found.split is None
+        assert found.proposal == found.whole
+    assert found.whole is not None and found.whole.loss.kl.value < 0.03  # 0.05 at scale 1.0
+    before, after = (
+        {e.index: e.error for e in errors}
+        for errors in zip(*((x.errors_at_1, x.errors) for x in found.layers), strict=True)
+    )
+    assert before[4] > 0.5 > 0.05 > after[4]
+
+
+def test_bytes_as_the_budget(fragile_model: Path, texts: str) -> None:
+    found = sensitivity(str(fragile_model), dataset=texts, keep_bytes=50.0)
+    assert found.skip_layers == ["1", "4"] and found.proposal is not None
+    assert found.proposal.share == 0.5
+    with pytest.raises(UserError, match=r"from 25 \(everything in FP8\) to 100"):
+        sensitivity(str(fragile_model), dataset=texts, keep_bytes=20.0)
+
+
+def test_c13_the_proposal_passes_the_gate_that_plain_fp8_fails(tiny: Tiny, texts: str) -> None:
+    def biased(model: Any) -> None:
+        attention = model.model.layers[2].self_attn
+        attention.k_proj.bias[[3, 11]] = 2000.0  # two channels that RoPE turns together
+        # queries that look there a little, as in the models that have such keys
+        attention.q_proj.weight[[3, 11, 19, 27]] /= 100
+        attention.q_proj.bias[[3, 11, 19, 27]] = 0.1
+
+    model = str(tiny("qwen2", num_hidden_layers=4, initializer_range=0.2, edit=biased))
+    gates = Gates(max_kl=0.05, max_ppl_increase=None, min_top1=None)
+    assert not verify(model, dataset=texts, gates=gates).ok
+    found = sensitivity(model, dataset=texts, budget_kl=0.05)
+    assert found.skip_layers == ["2"]
+    assert found.split is not None and found.split.exempt == Exemption(k=frozenset({2}))
+    passed = verify(model, dataset=texts, gates=gates, kv_cache_dtype_skip_layers=found.skip_layers)
+    assert passed.ok
+
+
+def test_a_budget_that_no_fp8_layer_keeps(fragile_model: Path, texts: str) -> None:
+    found = sensitivity(str(fragile_model), dataset=texts, budget_kl=1e-12)
+    assert found.skip_layers == [str(index) for index in range(6)]
+    assert found.proposal is not None
+    assert found.proposal.share == 1 and found.proposal.loss.kl.value == 0
+
+
+@pytest.mark.slow
+def test_exactly_the_fragile_layers_of_smollm2(smollm2: Path, tmp_path: Path) -> None:
+    """The known answer on a real model of 30 layers."""
+
+    model = tmp_path / "model"
+    shutil.copytree(smollm2, model)
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        for layer, own, reader in ((7, "k_proj", "q_proj"), (19, "v_proj", "o_proj")):
+            name = f"model.layers.{layer}.self_attn"
+            if f"{name}.{own}.weight" in tensors:
+                tensors[f"{name}.{own}.weight"][:64] *= 2.0**8
+                weight = tensors[f"{name}.{reader}.weight"]
+                (weight if reader == "q_proj" else weight.T)[: 3 * 64] /= 2.0**8
+        save_file(tensors, file, metadata={"format": "pt"})
+    data = {"dataset": "builtin:pydoc", "split": "heldout", "samples": 16, "max_seq_len": 192}
+    found = sensitivity(str(model), budget_kl=0.05, **data)
+    assert found.skip_layers == ["7", "19"]
+    out = tmp_path / "attn_head"
+    fp8calib.calibrate(model, out, strategy="attn_head", dataset="builtin:pydoc", samples=16)
+    assert sensitivity(str(out), budget_kl=0.05, **data).skip_layers == []
+
+
+# --- the command
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(["sensitivity", *args])
+    out, err = capsys.readouterr()
+    assert isinstance(stop.value.code, int)
+    return stop.value.code, out, " ".join(err.split())
+
+
+def test_apply_records_the_layers_where_everything_reads_them(
+    fragile_model: Path, texts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    fp8calib.calibrate(fragile_model, out, dataset=texts)
+    args = ["--dataset", texts, "--keep-bytes", "40", "--apply"]
+    code, _, err = call(capsys, str(out), *args)
+    assert code == 0 and "vLLM needs: --kv-cache-dtype-skip-layers" in err
+    sidecar = json.loads((out / "fp8calib.json").read_text())
+    (layer,) = sidecar["skip_layers"]
+    assert sidecar["sensitivity"]["budget"] == {"kl": None, "share": 0.4}
+    assert open_checkpoint(out).recorded_skip_layers == [layer]
+    assert f"--kv-cache-dtype-skip-layers {layer}" in (out / "README.md").read_text()
+    assert sorted(f.name for f in out.iterdir() if f.name.startswith(".")) == []
+    rescale(out, tmp_path / "other", observer="mse")
+    assert open_checkpoint(tmp_path / "other").recorded_skip_layers == [layer]
+
+
+def test_an_interrupted_search_shows_what_it_has_and_goes_on(
+    fragile_model: Path,
+    texts: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("FP8CALIB_CACHE", str(tmp_path))
+    args = [str(fragile_model), "--dataset", texts, "--budget-kl", "0.01"]
+    original, groups = Measurements._run_group, []
+
+    def interrupted(self: Any, group: Any, *rest: Any) -> None:
+        groups.append(group)
+        if len(groups) == 3:
+            raise KeyboardInterrupt
+        original(self, group, *rest)
+
+    monkeypatch.setattr(Measurements, "_run_group", interrupted)
+    code, out, _ = call(capsys, *args, "--json")
+    partial = json.loads(out)
+    assert code == 130 and partial["partial"] and partial["proposal"] is None
+    assert all(layer["alone"] for layer in partial["layers"]) and partial["whole"]
+    assert len(list((tmp_path / "sensitivity").iterdir())) == 1
+    code, out, _ = call(capsys, *args, "--json", "--resume")
+    resumed = json.loads(out)
+    assert code == 0 and resumed["skip_layers"] == ["1", "4"] and not resumed["partial"]
+    assert not list((tmp_path / "sensitivity").iterdir())
+    monkeypatch.setattr(Measurements, "_run_group", original)
+    _, out, _ = call(capsys, *args, "--json")
+    fresh = json.loads(out)
+    for changing in ("seconds", "date", "command"):
+        del fresh[changing], resumed[changing]
+    assert fresh == resumed
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text('{"identity": "a", "sums": {"x": {"kl": 3}}}')
+    with pytest.raises(UserError, match="damaged"):
+        Memory(path, "a", resume=True)
+    path.write_text('{"identity": "a", "sums": {}}')
+    with pytest.raises(UserError, match="another model, text or options"):
+        Memory(path, "b", resume=True)
+    assert Memory(path, "b", resume=False).sums == {}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--budget-kl", "0.1", "--keep-bytes", "60"], "give one budget"),
+        (["--budget-kl", "-1"], "must be above 0"),
+        (["--kv-cache-dtype", "bfloat16"], "is not FP8"),
+        (["--apply"], "calibrate it first"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(
+    args: list[str],
+    message: str,
+    fragile_model: Path,
+    texts: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = call(capsys, str(fragile_model), "--dataset", texts, *args)
+    assert code == 2 and out == "" and message in err.rpartition("error:")[2]
 
 
 def _scale_kv_head(attention: Any, kind: str, head: int, factor: float) -> None:

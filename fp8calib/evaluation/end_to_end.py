@@ -20,8 +20,8 @@ from fp8calib.errors import DataError, UserError
 from fp8calib.evaluation.attention_errors import LayerError, layer_errors
 from fp8calib.evaluation.checks import Checks
 from fp8calib.evaluation.columns import ColumnOptions, parse_columns, plan_columns
-from fp8calib.evaluation.gates import GateResult, judge_all
-from fp8calib.evaluation.layer_table import layer_table
+from fp8calib.evaluation.gates import judge_all
+from fp8calib.evaluation.layer_table import layer_table, recorded_search
 from fp8calib.evaluation.measurement import measure, noise_pass, tokens_per_pass
 from fp8calib.evaluation.metrics import NOISE, TokenTable
 from fp8calib.evaluation.needle import needle_lengths
@@ -272,6 +272,9 @@ def _report(
         noise = NoiseFloor(**summary.divergence(NOISE), how=how)
     generation, needle, tasks = checks.generation, checks.needle, checks.tasks
     judged = judge_all(gates, results, generation, needle, tasks)
+    failed = {gate.variant for gate in judged if not gate.passed}
+    errors = _layer_errors(plan.runs, summary, data.rows)
+    record = loaded.checkpoint.sidecar or {}
     return Verification(
         model=model,
         engine="fp8calib",
@@ -287,8 +290,9 @@ def _report(
         generation=generation,
         needle=needle,
         tasks=tasks,
-        layers=layer_table(loaded.layers),
-        layer_errors=_layer_errors(plan.runs, summary, judged, data.rows),
+        layers=layer_table(loaded.layers, record, errors),
+        layer_errors={key: each for key, each in errors.items() if key in failed},
+        sensitivity=recorded_search(record),
         warnings=plan.warnings + suspicious(results, len(data.rows)),
         versions={"fp8calib": __version__}
         | {name: version(name) for name in ("torch", "transformers")},
@@ -299,23 +303,23 @@ def _report(
 
 
 def _layer_errors(
-    runs: Sequence[Run],
-    summary: Summary,
-    judged: Sequence[GateResult],
-    rows: Sequence[Sequence[int]],
+    runs: Sequence[Run], summary: Summary, rows: Sequence[Sequence[int]]
 ) -> dict[str, list[LayerError]]:
-    """Where the loss of the variants that failed comes from, on the documents that show it most."""
-    failed = {gate.variant for gate in judged if not gate.passed}
+    """What each FP8 variant does to every layer, on the documents on which the last one loses
+    most."""
+    fp8 = [run for run in runs if run.variant.kv_format.fp8_layers]
+    if not fp8:
+        return {}
+    columns = summary.columns[fp8[-1].variant.key]
+    tokens = np.bincount(columns["document"])
+    loss = np.bincount(columns["document"], columns["kl"]) / np.maximum(tokens, 1)
+    worst = [rows[i] for i in (-loss).argsort()[:_DIAGNOSED_DOCUMENTS]]
     found = {}
-    for run in runs:
-        if run.variant.key in failed:
-            columns = summary.columns[run.variant.key]
-            tokens = np.bincount(columns["document"])
-            loss = np.bincount(columns["document"], columns["kl"]) / np.maximum(tokens, 1)
-            worst = [rows[i] for i in (-loss).argsort()[:_DIAGNOSED_DOCUMENTS]]
-            found[run.variant.key] = layer_errors(
-                run.loaded.model, run.loaded.layers, [run.variant.kv_format], worst
-            )[0]
+    for model in {id(run.loaded.model): run.loaded for run in fp8}.values():
+        mine = [run for run in fp8 if run.loaded.model is model.model]
+        formats = [run.variant.kv_format for run in mine]
+        errors = layer_errors(model.model, model.layers, formats, worst)
+        found |= {run.variant.key: each for run, each in zip(mine, errors, strict=True)}
     return found
 
 

@@ -20,7 +20,8 @@ class Verification:
     """Everything that `verify` measured and judged.
 
     `layer_errors` holds, by variant, the error of each layer's attention, for gated variants that
-    failed. `partial`: the run was interrupted, and the numbers are over what it had measured.
+    failed. `sensitivity`: what the checkpoint records of a search for skip layers. `partial`: the
+    run was interrupted, and the numbers are over what it had measured.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Verification:
     tasks: list[TaskResult]
     layers: list[dict[str, Any]]
     layer_errors: dict[str, list[LayerError]]
+    sensitivity: dict[str, Any] | None
     warnings: list[str]
     versions: dict[str, str]
     device: str
