@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fp8calib.checkpoint.structure import text_config
+from fp8calib.checkpoint.config import architecture, text_config
 from fp8calib.errors import ModelError
 
 _OWN_ATTENTION = (
@@ -95,5 +95,4 @@ def check_architecture(config: dict[str, Any]) -> None:
     if config.get("is_encoder_decoder"):
         reason = "it is an encoder-decoder model; FP8 KV-cache scales are for decoders"
     if reason:
-        name = (config.get("architectures") or [text.get("model_type")])[0]
-        raise ModelError(f"{name} cannot be calibrated: {reason}")
+        raise ModelError(f"{architecture(config)} cannot be calibrated: {reason}")

@@ -92,6 +92,18 @@ class ScaleSet:
             return layer.q
         return layer.q.reshape(layer.k.size, -1).max(axis=1)
 
+    def collapse_heads(self) -> ScaleSet:
+        """The per-tensor set that clips nothing this one does not: the maximum over heads."""
+        return ScaleSet(
+            "tensor",
+            {
+                index: LayerScales(
+                    layer.name, **{kind: scale.max(keepdims=True) for kind, scale in layer.items()}
+                )
+                for index, layer in self.layers.items()
+            },
+        )
+
 
 def expected_shape(strategy: Strategy, kind: Kind, layer: LayerSpec) -> tuple[int]:
     if strategy == "tensor":
@@ -100,42 +112,62 @@ def expected_shape(strategy: Strategy, kind: Kind, layer: LayerSpec) -> tuple[in
 
 
 def problems(
-    scales: ScaleSet, layers: Sequence[LayerSpec], *, query: bool | None = None
+    scales: ScaleSet, layers: Sequence[LayerSpec] | None, *, query: bool | None = None
 ) -> list[str]:
     """Everything that makes `scales` unfit for a model of `layers`, one line each; empty when fit.
 
+    `layers` None stands for a model that is not at hand: scales must then agree with each other.
     `query` says whether every layer must have a q scale; None asks for all or none.
     """
     if scales.strategy not in STRATEGIES:
         return [f"unknown strategy {scales.strategy!r} (known: {', '.join(STRATEGIES)})"]
+    if layers is None:
+        layers = _layers_that_fit(scales)
+    if not scales.layers:
+        return ["there are no scales"]
     query = scales.has_query if query is None else query
     found = []
     for layer in layers:
         have = scales.layers.get(layer.index)
         if have is None:
-            found.append(f"layer {layer.index} ({layer.name}): no scales")
+            found.append(f"{label(layer.index, layer.name)}: no scales")
             continue
         for kind in KINDS:
             scale = getattr(have, kind)
             if scale is None:
                 if kind != "q" or query:
-                    found.append(f"layer {layer.index} ({have.name}): {kind}_scale is missing")
+                    found.append(f"{label(layer.index, have.name)}: {kind}_scale is missing")
                 continue
             found += [
-                f"layer {layer.index} ({have.name}): {kind}_scale {trouble}"
+                f"{label(layer.index, have.name)}: {kind}_scale {trouble}"
                 for trouble in _troubles(scale, expected_shape(scales.strategy, kind, layer))
             ]
     known = {layer.index for layer in layers}
     found += [
-        f"layer {index} ({layer.name}): the model has no such attention layer"
+        f"{label(index, layer.name)}: the model has no such attention layer"
         for index, layer in scales.layers.items()
         if index not in known
     ]
     return found
 
 
+def label(index: int, name: str) -> str:
+    """How messages name a layer; files of some formats know no names."""
+    return f"layer {index} ({name})" if name else f"layer {index}"
+
+
+def _layers_that_fit(scales: ScaleSet) -> list[LayerSpec]:
+    """Layers whose head counts are those of their own k_scale, query heads a multiple of it."""
+    layers = []
+    for index, layer in sorted(scales.layers.items()):
+        kv_heads = layer.k.size if layer.k is not None else 1
+        groups = 1 if layer.q is None else max(1, -(-layer.q.size // max(kv_heads, 1)))
+        layers.append(LayerSpec(index, layer.name, groups * kv_heads, kv_heads, 0, 0))
+    return layers
+
+
 def _troubles(scale: np.ndarray, shape: tuple[int]) -> Iterator[str]:
-    if scale.shape != shape:
+    if scale.shape != shape or not scale.size:
         yield f"has shape {list(scale.shape)}, expected {list(shape)}"
     elif not np.isfinite(scale).all():
         yield f"is not finite ({_first(scale, ~np.isfinite(scale))})"
@@ -165,16 +197,16 @@ def amax_problems(
     for index, layer in scales.layers.items():
         for kind, scale in layer.items():
             if kind not in amax.get(index, {}):
-                found.append(f"layer {index} ({layer.name}): {kind} was never observed")
+                found.append(f"{label(index, layer.name)}: {kind} was never observed")
                 continue
             seen = amax[index][kind]
             seen = seen.max(keepdims=True) if scale.size == 1 else seen
             full = seen >= _TINY * E4M3_MAX
             if not may_clip and (full & (seen / scale > E4M3_MAX)).any():
-                found.append(f"layer {index} ({layer.name}): {kind}_scale clips its own maximum")
+                found.append(f"{label(index, layer.name)}: {kind}_scale clips its own maximum")
             slack = MAX_SLACK * np.float32(max(margin, 1.0)) * seen / E4M3_MAX
             if (full & (scale > slack)).any():
-                found.append(f"layer {index} ({layer.name}): {kind}_scale is far above amax/448")
+                found.append(f"{label(index, layer.name)}: {kind}_scale is far above amax/448")
     return found
 
 

@@ -135,7 +135,7 @@ def test_damaged_headers_are_refused(
 )
 def test_header_length_is_checked_before_it_is_read(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="no safetensors file: a header of"):
+    with pytest.raises(CheckpointError, match="no safetensors file: its header would have"):
         read_header(tmp_path / "x.safetensors")
 
 
@@ -782,15 +782,21 @@ def test_c08_kv_scale_means_both_k_and_v(tiny: Tiny, tmp_path: Path) -> None:
         assert layer.k.tolist() == layer.v.tolist() == scales.layers[index].k.tolist()
 
 
-def test_current_names_go_before_older_ones(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_scale_under_two_names_must_be_the_same(factor: int, tiny: Tiny, tmp_path: Path) -> None:
+    """Engines read both into the same place, and the order of files decides."""
     scales = calibrated(tiny(), tmp_path / "out")
 
     def add(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
         module, _, leaf = name.rpartition(".")
-        return {name: values, f"{module}.{leaf[0]}_proj.{leaf}": values * 2}
+        return {name: values, f"{module}.{leaf[0]}_proj.{leaf}": values * factor}
 
     rewritten(tmp_path / "out", add)
-    assert same_scales(read_scales(tmp_path / "out"), scales)
+    if factor == 1:
+        assert same_scales(read_scales(tmp_path / "out"), scales)
+    else:
+        with pytest.raises(ScaleError, match="layer 0: k_scale is given twice"):
+            read_scales(tmp_path / "out")
 
 
 def test_incomplete_scales_are_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_bug_of_ours_is_called_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(name: str) -> None:
+    def fail(*args: object) -> None:
         raise ZeroDivisionError("nobody expected this")
 
     monkeypatch.setattr("fp8calib.checkpoint.inspect", fail)

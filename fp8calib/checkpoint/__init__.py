@@ -5,9 +5,10 @@ Reading and inspecting import no torch.
 
 from __future__ import annotations
 
+from fp8calib.checkpoint.config import read_config
 from fp8calib.checkpoint.folder import check_output, check_room
 from fp8calib.checkpoint.inspection import Inspection, inspect
-from fp8calib.checkpoint.reader import Checkpoint, open_checkpoint, read_config, read_scales
+from fp8calib.checkpoint.reader import Checkpoint, open_checkpoint, read_scales
 from fp8calib.checkpoint.scheme import check_scheme, needed_kv_cache_dtype
 from fp8calib.checkpoint.serving import serve_command, serving_notes
 from fp8calib.checkpoint.structure import layers_from_checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from fp8calib import __version__
-from fp8calib.checkpoint.reader import safe_file
+from fp8calib.checkpoint.paths import safe_file
 from fp8calib.checkpoint.serving import serve_command, serving_notes
 from fp8calib.errors import CheckpointError
 from fp8calib.scales import ScaleSet

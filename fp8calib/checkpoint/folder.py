@@ -130,6 +130,42 @@ def scratch(output: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def check_file(output: Path, overwrite: bool) -> None:
+    """Refuse an output file that could not be written; raises CheckpointError."""
+    try:
+        there = output.is_symlink() or output.exists()
+        parent = next(place for place in output.absolute().parents if place.exists())
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"cannot write the output {str(output)!a:.99}: {problem}") from None
+    if there and not (overwrite and output.is_file()):
+        how = "" if overwrite else ": choose another with -o, or pass --overwrite"
+        raise CheckpointError(f"the output {output} exists{how or ' and is no file'}")
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise CheckpointError(f"cannot write {output}: {parent} is not a folder you can write to")
+
+
+def write_file(output: Path, content: bytes, overwrite: bool) -> None:
+    """Write a single file, whole or not at all; raises CheckpointError."""
+    check_file(output, overwrite)
+    unfinished = _sibling(output.absolute(), "tmp")
+    try:
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if overwrite:
+            unfinished.replace(output)
+        else:
+            os.link(unfinished, output)  # unlike a rename, fails where something is in the way
+    except FileExistsError:
+        raise CheckpointError(f"the output {output} was made by another run") from None
+    except OSError as problem:
+        raise CheckpointError(f"cannot write {output}: {problem.strerror}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def _sibling(output: Path, role: str) -> Path:
     unique = f"{os.getpid()}-{secrets.token_hex(4)}"
     return output.parent / f".{output.name}.fp8calib-{role}-{unique}"

@@ -1,22 +1,22 @@
-"""`fp8calib inspect`: what scales a checkpoint holds, and what vLLM would do with them."""
+"""`fp8calib inspect`: what scales a checkpoint holds, and what a serving engine does with them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fp8calib.checkpoint import names
-from fp8calib.checkpoint.reader import SINGLE, Checkpoint, open_checkpoint, scale_set
-from fp8calib.checkpoint.scheme import METHOD, quantization_config
-from fp8calib.checkpoint.serving import serve_command, serving_notes
+from fp8calib.checkpoint.findings import checkpoint_problems, forms
+from fp8calib.checkpoint.reader import SINGLE, Checkpoint, open_checkpoint
+from fp8calib.checkpoint.runtimes import DEFAULT, Rules, rules_for
+from fp8calib.checkpoint.scheme import METHOD, check_scheme, quantization_config
+from fp8calib.checkpoint.serving import serving_notes
+from fp8calib.checkpoint.sharding import kv_heads
 from fp8calib.errors import ScaleError, UserError
 from fp8calib.layers import resolve_skip_layers
-from fp8calib.scales import KINDS, Kind, Strategy, problems, scale_from_amax
+from fp8calib.scales import KINDS, Kind, Strategy
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,13 @@ class LayerReport:
 @dataclass(frozen=True)
 class Inspection:
     """What `inspect` found. `problems` are the ways in which the checkpoint would not run with
-    calibrated scales everywhere; `notes` are worth knowing. `kv_cache_dtype` is what vLLM's `auto`
-    resolves to: fp8, or auto for the model's own dtype."""
+    calibrated scales everywhere; `notes` are worth knowing. `kv_cache_dtype` is what the engine's
+    `auto` resolves to: fp8, or auto for the model's own dtype. `rules` says which versions of the
+    engine this was read from."""
 
     checkpoint: str
+    runtime: str
+    rules: str
     strategy: Strategy | None
     kv_cache_dtype: str
     skip_layers: list[str]
@@ -59,16 +62,22 @@ class Inspection:
         return {"ok": self.ok} | asdict(self)
 
 
-def inspect(checkpoint: Path | str) -> Inspection:
-    """Read a checkpoint's scales and say whether vLLM would run with them.
+def inspect(checkpoint: Path | str, runtime: str = DEFAULT, tp: int = 1) -> Inspection:
+    """Read a checkpoint's scales and say whether a serving engine would run with them.
 
     Reads headers and scale tensors only, and imports no torch.
 
     Args:
         checkpoint: a folder, a Hugging Face Hub id, or the name of an embedded model.
+        runtime: vllm, sglang, trtllm or fp8calib.
+        tp: the number of tensor-parallel ranks it is to run on.
     Raises:
         CheckpointError: the checkpoint cannot be read, or declares a scheme that vLLM refuses.
+        UserError: an unknown engine, or a number of ranks that cannot be.
     """
+    rules = rules_for(runtime)
+    if not 1 <= tp <= 1024:
+        raise UserError(f"--tp {tp}: a number of ranks is 1 to 1024")
     path = Path(checkpoint)
     if not path.is_dir():
         from fp8calib.models import resolve_model
@@ -76,27 +85,68 @@ def inspect(checkpoint: Path | str) -> Inspection:
         path = resolve_model(str(checkpoint))
     opened = open_checkpoint(path)
     declared = opened.strategy
+    in_config = check_scheme(opened.config)
     section = quantization_config(opened.config) or {}
-    # Other methods' checkpoints may carry scales without a scheme; vLLM reads them when told fp8.
+    # Other methods' checkpoints may carry scales without a scheme; engines read them when told fp8.
     by_flag = bool(opened.scales) and section.get("quant_method", METHOD) != METHOD
     strategy = declared or ("tensor" if by_flag else None)
     skip, skipped = _recorded_skip_layers(opened)
-    notes = list(_notes(opened))
-    if strategy and opened.scales:
-        has_query = any("q" in kinds for kinds in opened.scales.values())
-        notes = serving_notes(strategy, has_query, skip) + notes
-    if by_flag and not declared:
-        notes[0] = "--kv-cache-dtype auto stays in 16 bit: pass --kv-cache-dtype fp8."
+    automatic = rules.auto_is_fp8(opened.config, in_config)
     return Inspection(
         checkpoint=str(checkpoint),
+        runtime=runtime,
+        rules=rules.read_from,
         strategy=strategy,
-        kv_cache_dtype="fp8" if declared else "auto",
+        kv_cache_dtype="fp8" if automatic else "auto",
         skip_layers=skip,
         layers=_layer_reports(opened, skipped),
-        problems=list(_problems(opened, strategy)),
-        notes=notes,
-        serve=serve_command(str(checkpoint), skip, "fp8" if by_flag and not declared else "auto"),
+        problems=list(checkpoint_problems(opened, strategy, rules, tp)),
+        notes=[*_engine_notes(opened, strategy, rules, skip, automatic, tp), *_notes(opened)],
+        serve=rules.command(
+            str(checkpoint),
+            fp8_flag=strategy is not None and not automatic,
+            skip_layers=skip,
+            tp=tp,
+        ),
     )
+
+
+def _engine_notes(
+    checkpoint: Checkpoint,
+    strategy: Strategy | None,
+    rules: Rules,
+    skip: list[str],
+    automatic: bool,
+    tp: int,
+) -> Iterator[str]:
+    if not (strategy and checkpoint.scales):
+        return
+    query = any("q" in kinds for kinds in checkpoint.scales.values())
+    if not automatic and not rules.strategies[strategy]:
+        yield f"The cache stays in 16 bit by default: pass {rules.dtype}."
+    if rules.title == "vLLM":
+        yield from serving_notes(strategy, query, skip)[0 if automatic else 1 :]
+    else:
+        yield from rules.notes
+        yield from rules.with_query if query else ()
+        if skip and not rules.skip:
+            yield f"{rules.title} has no flag for skip layers: they run in FP8, with their scales."
+    if tp > 1 and strategy == "attn_head":
+        yield from _placement(checkpoint, tp)
+
+
+def _placement(checkpoint: Checkpoint, tp: int) -> Iterator[str]:
+    """Which KV heads' scales each rank takes."""
+    for total in sorted({layer.num_kv_heads for layer in checkpoint.layers}):
+        try:
+            held = [kv_heads(total, tp, rank) for rank in range(min(tp, 16))]
+        except ScaleError:
+            continue
+        ranges = [
+            str(s.start) if s.stop == s.start + 1 else f"{s.start}-{s.stop - 1}" for s in held
+        ]
+        more = " ..." if tp > 16 else ""
+        yield f"Of {total} KV heads, ranks 0 to {tp - 1} hold {', '.join(ranges)}{more}."
 
 
 def _recorded_skip_layers(checkpoint: Checkpoint) -> tuple[list[str], frozenset[int]]:
@@ -126,115 +176,9 @@ def _layer_reports(checkpoint: Checkpoint, skipped: frozenset[int]) -> list[Laye
     return reports
 
 
-def _problems(checkpoint: Checkpoint, strategy: Strategy | None) -> Iterator[str]:
-    scales = checkpoint.scales
-    if not scales:
-        yield _without_scales(strategy)
-        return
-    if strategy is None:
-        yield "config.json declares no kv_cache_scheme: vLLM ignores the scales"
-    yield from _file_problems(checkpoint)
-    yield from _missing(checkpoint)
-    sizes = {scale.values.size for kinds in scales.values() for scale in kinds.values()}
-    assumed: Strategy = strategy or ("tensor" if sizes == {1} else "attn_head")
-    complete = scale_set(checkpoint, assumed)
-    own = [layer for layer in checkpoint.layers if layer.index in complete.layers]
-    yield from problems(complete, own or checkpoint.layers)
-    yield from _uncalibrated(checkpoint)
-
-
-def _without_scales(strategy: Strategy | None) -> str:
-    if strategy:
-        return (
-            "not calibrated: config.json declares an FP8 cache but there are no scales; vLLM would "
-            "run every layer at 1.0"
-        )
-    return (
-        "not calibrated: there are no KV-cache scales; vLLM keeps its cache in 16 bit, and would "
-        "run every layer at scale 1.0 with --kv-cache-dtype fp8"
-    )
-
-
-def _file_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    if checkpoint.has_index and SINGLE in checkpoint.unlisted:
-        yield (
-            f"{SINGLE} lies beside an index that does not list it: transformers takes it and "
-            "ignores the scales"
-        )
-    if not checkpoint.layers:
-        yield "no attention layer is recognised in the weights: a missing scale would not be seen"
-    unloaded = Counter(
-        scale.file for kinds in checkpoint.scales.values() for scale in kinds.values()
-        if not scale.loaded
-    )  # fmt: skip
-    for file, count in unloaded.items():
-        yield (
-            f"{count} scales lie in {file}, which the index does not list: vLLM skips it and runs "
-            "those layers at 1.0"
-        )
-    for form, example in _forms(checkpoint).items():
-        if form in names.MISREAD:
-            yield f"{example} is an older name: {names.MISREAD[form]}"
-
-
-def _forms(checkpoint: Checkpoint) -> dict[str, str]:
-    """The forms of names in use, each with one tensor that has it."""
-    every = [scale for kinds in checkpoint.scales.values() for scale in kinds.values()]
-    return {scale.form: scale.tensor for scale in reversed(every)}
-
-
-def _missing(checkpoint: Checkpoint) -> Iterator[str]:
-    query = any("q" in kinds for kinds in checkpoint.scales.values())
-    for layer in checkpoint.layers:
-        found = checkpoint.scales.get(layer.index, {})
-        lacking = [f"{kind}_scale" for kind in "kvq"[: 3 if query else 2] if kind not in found]
-        if lacking:
-            verb = "is" if len(lacking) == 1 else "are"
-            yield (
-                f"layer {layer.index} ({layer.name}): {', '.join(lacking)} {verb} missing; vLLM "
-                "would run at 1.0"
-            )
-
-
-def _uncalibrated(checkpoint: Checkpoint) -> Iterator[str]:
-    """Scales that no observer would have come by. A layer's scale of exactly 1.0 is believed only
-    where the recorded maxima give just that."""
-    owners = {layer.index for layer in checkpoint.layers if layer.kv_source is None}
-    owners = owners or set(checkpoint.scales)
-    for kind in KINDS:
-        values = {
-            index: kinds[kind].values
-            for index, kinds in checkpoint.scales.items()
-            if kind in kinds and index in owners
-        }
-        same = np.unique(np.concatenate(list(values.values()))) if values else np.empty(0)
-        if same.size == 1 and same[0] != 1 and len(values) > 1:
-            yield (
-                f"not calibrated: {kind}_scale is {same[0]:g} in every layer, as exporters that "
-                "only cast write it"
-            )
-        ones = [index for index, value in values.items() if (value == 1).all()]
-        ones = [index for index in ones if not _recorded_as_one(checkpoint, index, kind)]
-        if ones and len(ones) == len(values):
-            yield f"not calibrated: {kind}_scale is exactly 1.0 in every layer"
-        elif ones:
-            listed = ", ".join(map(str, ones))
-            yield f"not calibrated: {kind}_scale is exactly 1.0 in layers {listed}"
-
-
-def _recorded_as_one(checkpoint: Checkpoint, index: int, kind: Kind) -> bool:
-    """Whether the maxima in the record do give a scale of 1.0: those of a layer without content."""
-    record = checkpoint.sidecar or {}
-    try:
-        amax = np.asarray(record["layers"][str(index)][kind]["amax"], dtype=np.float32)
-        return bool(scale_from_amax(amax.max(), record.get("margin", 1.0)) == 1)
-    except (KeyError, TypeError, ValueError, ScaleError):
-        return False
-
-
 def _notes(checkpoint: Checkpoint) -> Iterator[str]:
-    if names.PROJECTION in (forms := _forms(checkpoint)):
-        yield f"{forms[names.PROJECTION]} is an older name, which vLLM maps for most models."
+    if names.PROJECTION in (used := forms(checkpoint)):
+        yield f"{used[names.PROJECTION]} is an older name, which vLLM maps for most models."
     dtypes: set[str] = {
         scale.dtype for kinds in checkpoint.scales.values() for scale in kinds.values()
     }

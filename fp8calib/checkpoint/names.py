@@ -15,12 +15,6 @@ CURRENT, KV_SCALE, OUTPUT_SCALE, PROJECTION, RUNTIME = (
     "projection",
     "runtime",
 )
-# What vLLM makes of the older forms that it does not read as they were meant.
-MISREAD = {
-    KV_SCALE: "vLLM takes it for k_scale and leaves v at 1.0",
-    OUTPUT_SCALE: "vLLM stops while loading it",
-    RUNTIME: "a runtime name, which some of vLLM's loaders map to the wrong place",
-}
 _LAST = re.compile(
     r"(?P<module>.+?)\.(?:"
     r"(?P<both>kv_scale)"
@@ -40,9 +34,10 @@ class ScaleName:
     form: str
 
 
-def scale_name(module: str, kind: Kind) -> str:
-    """The name under which a scale is written: ``model.layers.0.self_attn.k_scale``."""
-    return f"{module}.{kind}_scale"
+def scale_name(module: str, kind: Kind, form: str = CURRENT) -> str:
+    """The name under which a scale is written: ``model.layers.0.self_attn.k_scale``, and in
+    ModelOpt's form (`PROJECTION`) ``model.layers.0.self_attn.k_proj.k_scale``."""
+    return f"{module}.{kind}_proj.{kind}_scale" if form == PROJECTION else f"{module}.{kind}_scale"
 
 
 def parse(name: str, modules: Collection[str] = ()) -> ScaleName | None:

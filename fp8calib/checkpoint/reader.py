@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fp8calib.checkpoint import names
+from fp8calib.checkpoint.config import read_config
 from fp8calib.checkpoint.folder import SIDECAR
+from fp8calib.checkpoint.json_file import read_json
+from fp8calib.checkpoint.paths import safe_file
 from fp8calib.checkpoint.safetensors_file import TensorInfo, read_header, read_scale
-from fp8calib.checkpoint.scheme import check_scheme
-from fp8calib.checkpoint.structure import layers_from_checkpoint
+from fp8calib.checkpoint.scheme import check_modelopt, check_scheme, quantization_config
+from fp8calib.checkpoint.structure import is_foreign, layers_from_checkpoint, missing_layers
 from fp8calib.errors import CheckpointError, ScaleError
 from fp8calib.layers import LayerSpec
-from fp8calib.scales import Kind, LayerScales, ScaleSet, Strategy, problems, require
+from fp8calib.scales import Kind, LayerScales, ScaleSet, Strategy, label, problems, require
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_MAX_JSON_BYTES = 256_000_000
+MODELOPT = "hf_quant_config.json"
+_MAX_TENSORS = 1_000_000  # in all files together
+_MAX_SCALES = 100_000
 
 
 @dataclass(frozen=True)
@@ -63,35 +68,75 @@ class Checkpoint:
     @cached_property
     def strategy(self) -> Strategy | None:
         """The declared strategy; raises CheckpointError for a scheme that is refused."""
-        return check_scheme(self.config)
+        return check_scheme(self.config) or check_modelopt(self.modelopt)
+
+    @cached_property
+    def modelopt(self) -> dict[str, Any] | None:
+        """What modelopt's own file says of the quantization, which counts where config.json says
+        nothing; None where there is no such file."""
+        if quantization_config(self.config) is not None or not (self.path / MODELOPT).exists():
+            return None
+        return read_json(safe_file(self.path, MODELOPT))
 
     @cached_property
     def layers(self) -> list[LayerSpec]:
         return layers_from_checkpoint(self.config, self.tensors)
 
     @cached_property
+    def missing_layers(self) -> list[int]:
+        """Layers that config.json claims, of which the weights hold nothing."""
+        return missing_layers(self.config, self.tensors)
+
+    @property
     def scales(self) -> dict[int, dict[Kind, FoundScale]]:
         """Every scale, by layer index and kind. The current form of a name goes before older ones,
         a file that loaders read before one they do not."""
-        modules = {layer.name: layer.index for layer in self.layers}
+        return self._found[0]
+
+    @property
+    def misplaced(self) -> list[str]:
+        """What makes `scales` doubtful, one line each: a scale given twice with different values,
+        or for a module that is no attention layer of the model."""
+        return self._found[1]
+
+    @cached_property
+    def _found(self) -> tuple[dict[int, dict[Kind, FoundScale]], list[str]]:
         found: dict[int, dict[Kind, FoundScale]] = {}
+        misplaced = []
+        for name, meaning, info, loaded in self._ranked():
+            index = self._index(meaning.module)
+            if index is None:
+                misplaced.append(f"{name}: the model has no such attention layer")
+                continue
+            values = read_scale(name, info).reshape(-1)
+            new = FoundScale(name, meaning.form, info.file.name, info.dtype, values, loaded)
+            for kind in meaning.kinds:
+                old = found.setdefault(index, {}).setdefault(kind, new)
+                if loaded and old.loaded and old.values.tobytes() != values.tobytes():
+                    misplaced.append(
+                        f"layer {index}: {kind}_scale is given twice, by {old.tensor} and {name}"
+                    )
+        return dict(sorted(found.items())), misplaced
+
+    def _ranked(self) -> list[tuple[str, names.ScaleName, TensorInfo, bool]]:
+        modules = {layer.name for layer in self.layers}
         ranked = []
         for tensors, loaded in ((self.tensors, True), (self.stray, False)):
             for name, info in tensors.items():
-                meaning = names.parse(name, modules)
-                if meaning is not None:
-                    ranked.append((not loaded, meaning.form != names.CURRENT, name, meaning, info))
-        for stray, _, name, meaning, info in sorted(ranked, key=lambda item: item[:3]):
-            index = modules.get(meaning.module, _last_number(meaning.module))
-            if index is None:
-                continue
-            values = read_scale(name, info).reshape(-1)
-            for kind in meaning.kinds:
-                scale = FoundScale(
-                    name, meaning.form, info.file.name, info.dtype, values, not stray
-                )
-                found.setdefault(index, {}).setdefault(kind, scale)
-        return dict(sorted(found.items()))
+                if meaning := names.parse(name, modules):
+                    rank = (not loaded, meaning.form != names.CURRENT, name)
+                    ranked.append((rank, (name, meaning, info, loaded)))
+        if len(ranked) > _MAX_SCALES:
+            raise CheckpointError(f"{self.path} has {len(ranked):,} scales: too many to be true")
+        return [entry for _, entry in sorted(ranked, key=lambda item: item[0])]
+
+    def _index(self, module: str) -> int | None:
+        """Which layer's attention `module` is. Where the layers are recognised, only a module of
+        their stack counts, or of one that is called otherwise and is none of another tower."""
+        known = {layer.name: layer.index for layer in self.layers}
+        if module in known:
+            return known[module]
+        return None if known and is_foreign(module) else last_number(module)
 
     @cached_property
     def scale_tensors(self) -> frozenset[str]:
@@ -119,8 +164,9 @@ class Checkpoint:
         return [str(word) for word in recorded]
 
 
-def _last_number(module: str) -> int | None:
-    return next((int(part) for part in reversed(module.split(".")) if part.isdecimal()), None)
+def last_number(module: str) -> int | None:
+    parts = reversed(module.split("."))
+    return next((int(part) for part in parts if part.isdecimal() and len(part) <= 6), None)
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -140,39 +186,17 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     for name in files:
         tensors.update(read_header(safe_file(path, name)))
+        if len(tensors) > _MAX_TENSORS:
+            raise CheckpointError(f"{path} has more than {_MAX_TENSORS:,} tensors: no model does")
     for name, file in (mapping or {}).items():
         if name not in tensors:
-            raise CheckpointError(f"{index} places {name} in {file}, which does not hold it")
+            raise CheckpointError(f"{index} places {name!r:.80} in {file!r:.80}, which lacks it")
     unlisted = tuple(name for name in on_disk if name not in files)
     stray: dict[str, TensorInfo] = {}
     for name in unlisted:
         with suppress(CheckpointError):  # nobody loads it, so it may be anything
             stray.update(read_header(safe_file(path, name)))
     return Checkpoint(path, config, mapping is not None, files, unlisted, tensors, stray)
-
-
-def read_config(path: Path | str) -> dict[str, Any]:
-    """The content of a checkpoint's config.json."""
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder: expected a checkpoint with a config.json")
-    if not (path / "config.json").exists():
-        raise CheckpointError(f"{path} has no config.json: it is no Hugging Face checkpoint")
-    return read_json(safe_file(path, "config.json"))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is {path.stat().st_size:,} bytes: too large to be true")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise CheckpointError(f"{path}: {problem.strerror or problem}") from None
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{path} is not valid JSON: {problem}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return content
 
 
 def read_scales(path: Path | str) -> ScaleSet:
@@ -182,26 +206,30 @@ def read_scales(path: Path | str) -> ScaleSet:
         CheckpointError: the folder cannot be read, or declares a scheme that is refused.
         ScaleError: it has no scales, or some that cannot be used.
     """
-    checkpoint = open_checkpoint(path)
-    strategy = checkpoint.strategy
+    return scales_of(open_checkpoint(path))
+
+
+def scales_of(checkpoint: Checkpoint) -> ScaleSet:
+    """The scales of an open checkpoint; as `read_scales`."""
+    path, strategy = checkpoint.path, checkpoint.strategy
     found = checkpoint.scales
     if not found:
         raise ScaleError(f"{path} has no KV-cache scales")
     if strategy is None:
         sizes = {scale.values.size for kinds in found.values() for scale in kinds.values()}
         strategy = "tensor" if sizes == {1} else "attn_head"
-    require(
-        (
-            f"layer {layer.index} ({layer.name}): {kind}_scale is missing"
-            for layer in checkpoint.layers
-            for kind in ("k", "v")
-            if kind not in found.get(layer.index, {})
-        ),
-        str(path),
-    )
+    require([*checkpoint.misplaced, *_incomplete(checkpoint)], str(path))
     scales = scale_set(checkpoint, strategy)
-    require(problems(scales, checkpoint.layers), str(path))
+    require(problems(scales, checkpoint.layers or None), str(path))
     return scales
+
+
+def _incomplete(checkpoint: Checkpoint) -> Iterator[str]:
+    known = {layer.index: layer.name for layer in checkpoint.layers}
+    for index in known or checkpoint.scales:
+        for kind in ("k", "v"):
+            if kind not in checkpoint.scales.get(index, {}):
+                yield f"{label(index, known.get(index, ''))}: {kind}_scale is missing"
 
 
 def scale_set(checkpoint: Checkpoint, strategy: Strategy) -> ScaleSet:
@@ -215,33 +243,6 @@ def scale_set(checkpoint: Checkpoint, strategy: Strategy) -> ScaleSet:
             values = {kind: scale.values for kind, scale in kinds.items()}
             layers[index] = LayerScales(name, values["k"], values["v"], values.get("q"))
     return ScaleSet(strategy, layers)
-
-
-def safe_file(folder: Path, name: str) -> Path:
-    """The real path of file `name` of a checkpoint folder, which must not lead out of it.
-
-    Links into the blobs of the same Hugging Face cache entry (``models--X/snapshots/REV/file ->
-    ../../blobs/HASH``) are what a downloaded model consists of, and are followed.
-
-    Raises:
-        CheckpointError: a name or link that leads elsewhere, or nowhere.
-    """
-    parts = PurePosixPath(name).parts
-    if not parts or ".." in parts or name.startswith("/") or "\\" in name or "\0" in name:
-        raise CheckpointError(f"{folder}: the file name {name!r} leads out of the checkpoint")
-    root = folder.resolve()
-    try:
-        real = (root / name).resolve(strict=True)
-    except (OSError, RuntimeError):
-        raise CheckpointError(f"{folder}: the file {name} is missing") from None
-    allowed = [root]
-    if root.parent.name == "snapshots":
-        allowed.append(root.parent.parent / "blobs")
-    if not any(real.is_relative_to(place) for place in allowed):
-        raise CheckpointError(f"{folder}: {name} is a link that leads out of the checkpoint")
-    if not real.is_file():
-        raise CheckpointError(f"{folder}: {name} is no regular file")
-    return real
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -17,10 +17,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from fp8calib.checkpoint.json_file import parse_object
 from fp8calib.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+MAX_TENSORS = 500_000  # in a file; the largest public models have 300,000 in all of theirs
 MAX_SCALE_VALUES = 65_536  # a scale holds one value per head at most
+_MAX_NAME = 300  # characters
+_MAX_DIMENSIONS = 16
 
 _CHUNK_BYTES = 16 << 20
 
@@ -54,13 +58,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         size = path.stat().st_size
         with path.open("rb") as file:
             text, data = _header_bytes(file, size)
-        header = json.loads(text, object_pairs_hook=_unique)
+        if text.count(b'"data_offsets"') > MAX_TENSORS:
+            raise ValueError(f"holds more than {MAX_TENSORS:,} tensors")
+        header = parse_object(text, unique=True, values=10 * MAX_TENSORS)
     except OSError as problem:
         raise CheckpointError(f"{path}: {problem.strerror or problem}") from None
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{path} is no safetensors file: {problem}") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is no safetensors file: its header is no JSON object")
+    except ValueError as problem:
+        raise CheckpointError(f"{path} is no safetensors file: its header {problem}") from None
     metadata = header.pop("__metadata__", {})
     if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
         raise CheckpointError(f"{path} is no safetensors file: its metadata are not text")
@@ -72,15 +76,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def _header_bytes(file: BinaryIO, size: int) -> tuple[bytes, int]:
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-        raise ValueError(f"a header of {length} bytes in a file of {size}")
+        raise ValueError(f"would have {length} bytes in a file of {size}")
     return file.read(length), 8 + length
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name occurs twice in its header")
-    return result
 
 
 def _tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
@@ -88,13 +85,13 @@ def _tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         numbers = (*shape, start, end)
         sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in numbers)
-        sound = sound and start <= end
+        sound = sound and start <= end and len(name) <= _MAX_NAME and len(shape) <= _MAX_DIMENSIONS
         if sound and dtype in _BYTES:
             sound = end - start == math.prod(shape) * _BYTES[dtype]
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
-        raise CheckpointError(f"{path}: the header's entry for {name} makes no sense")
+        raise CheckpointError(f"{path}: the header's entry for {name:.80} makes no sense")
     return TensorInfo(path, dtype, shape, data + start, data + end)
 
 

@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from fp8calib.checkpoint.config import layer_count, text_config
 from fp8calib.layers import LayerSpec
 
-_PROJECTION = re.compile(
-    r"(?P<stack>(?:.+\.)?)(?P<index>\d+)\.(?P<attention>.+)\."
-    r"(?:q_proj|k_proj|qkv_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|query_key_value|c_attn"
-    r"|Wqkv|wqkv|W_pack|attn_qkv)\.\w+"
-)
+_PROJECTIONS = {
+    "q_proj", "k_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
+    "query_key_value", "c_attn", "Wqkv", "wqkv", "W_pack", "attn_qkv",
+}  # fmt: skip
 # Stacks of other towers, and attention to something else than the text so far.
 _FOREIGN = re.compile(
     r"vision|visual|image|video|audio|speech|encoder(?!_decoder)|\bvit\b|tower|qformer|resampler"
@@ -27,15 +27,11 @@ _FOREIGN = re.compile(
 _RECURRENT = ("A_log", "dt_bias", "q_conv1d", "conv1d")  # linear attention keeps a state, no cache
 # Families that know no num_key_value_heads, whatever their config.json says.
 _MULTI_HEAD = {"bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt"}
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a composite config.json (the whole of any other)."""
-    for key in _TEXT_CONFIGS:
-        if isinstance(config.get(key), dict):
-            return text_config(config[key])
-    return config
+def is_foreign(module: str) -> bool:
+    """Whether a module is part of another tower, or attends to something else than the text."""
+    return _FOREIGN.search(module) is not None
 
 
 def layers_from_checkpoint(config: dict[str, Any], tensors: Iterable[str]) -> list[LayerSpec]:
@@ -46,30 +42,62 @@ def layers_from_checkpoint(config: dict[str, Any], tensors: Iterable[str]) -> li
         tensors: the names of all weight tensors.
     """
     text = text_config(config)
-    total = _first(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    tensors = list(tensors)
+    total = layer_count(text)
     names = {
         index: name
-        for index, name in sorted(_attention_modules(tensors).items())
-        if (not isinstance(total, int) or index < total) and _attends(text, index)
+        for index, name in sorted(_attention_modules(tensors)[1].items())
+        if (total is None or index < total) and _attends(text, index)
     }
     sinks = {name.rpartition(".")[0] for name in tensors if name.endswith(".sinks")}
     return [_layer(text, index, name, name in sinks) for index, name in names.items()]
 
 
-def _attention_modules(tensors: Iterable[str]) -> dict[int, str]:
-    """Module names by layer index, of the stack that has the most attention layers."""
+def missing_layers(config: dict[str, Any], tensors: Iterable[str]) -> list[int]:
+    """Layers that config.json claims and of which the weights hold no tensor at all; empty where
+    the layers are not recognised."""
+    tensors = list(tensors)
+    total = layer_count(text_config(config))
+    stack, modules = _attention_modules(tensors)
+    if total is None or not modules:
+        return []
+    rest = (
+        name.removeprefix(stack).partition(".")[0] for name in tensors if name.startswith(stack)
+    )
+    return sorted(set(range(total)) - {int(part) for part in rest if _is_number(part)})
+
+
+def _attention_modules(tensors: Iterable[str]) -> tuple[str, dict[int, str]]:
+    """The stack of layers that has the most attention layers (its name's beginning), and its
+    attention modules by layer index."""
     stacks: dict[str, dict[int, str]] = defaultdict(dict)
     recurrent = set()
     for name in tensors:
-        match = _PROJECTION.fullmatch(name)
-        if match and not _FOREIGN.search(match["stack"] + match["attention"]):
-            module = f"{match['stack']}{match['index']}.{match['attention']}"
-            stacks[match["stack"]].setdefault(int(match["index"]), module)
+        if place := _place(name):
+            stack, index, attention = place
+            if not is_foreign(stack + attention):
+                stacks[stack].setdefault(index, f"{stack}{index}.{attention}")
         module, _, leaf = name.removesuffix(".weight").rpartition(".")
         if leaf in _RECURRENT:
             recurrent.add(module)
-    best = max(stacks.values(), key=len, default={})
-    return {index: module for index, module in best.items() if module not in recurrent}
+    stack = max(stacks, key=lambda name: len(stacks[name]), default="")
+    return stack, {i: name for i, name in stacks[stack].items() if name not in recurrent}
+
+
+def _place(name: str) -> tuple[str, int, str] | None:
+    """``model.layers.0.self_attn.q_proj.weight`` as ("model.layers.", 0, "self_attn"); None for
+    what is no projection of an attention layer."""
+    parts = name.split(".")
+    if len(parts) < 4 or parts[-2] not in _PROJECTIONS:
+        return None
+    at = next((i for i in range(len(parts) - 4, -1, -1) if _is_number(parts[i])), None)
+    if at is None:
+        return None
+    return "".join(f"{part}." for part in parts[:at]), int(parts[at]), ".".join(parts[at + 1 : -2])
+
+
+def _is_number(part: str) -> bool:
+    return len(part) <= 6 and part.isascii() and part.isdecimal()
 
 
 def _first(config: dict[str, Any], *keys: str) -> Any:

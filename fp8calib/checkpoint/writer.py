@@ -15,21 +15,21 @@ import numpy as np
 from safetensors.numpy import save
 
 from fp8calib.checkpoint.card import model_card
+from fp8calib.checkpoint.config import layer_count, text_config
 from fp8calib.checkpoint.folder import SIDECAR, check_output, check_room, copy_file, staged
-from fp8calib.checkpoint.names import scale_name
-from fp8calib.checkpoint.reader import (
-    INDEX,
-    Checkpoint,
-    open_checkpoint,
-    read_json,
-    safe_file,
-)
+from fp8calib.checkpoint.json_file import read_json
+from fp8calib.checkpoint.names import CURRENT, PROJECTION, scale_name
+from fp8calib.checkpoint.paths import safe_file
+from fp8calib.checkpoint.reader import INDEX, MODELOPT, Checkpoint, open_checkpoint
 from fp8calib.checkpoint.safetensors_file import copy_without
 from fp8calib.checkpoint.scheme import (
+    METHOD,
     check_method,
     check_scheme,
+    modelopt_file,
     needed_kv_cache_dtype,
     quantization_config,
+    with_modelopt,
     with_scheme,
 )
 from fp8calib.console import progress
@@ -38,7 +38,6 @@ from fp8calib.layers import LayerSpec
 from fp8calib.scales import ScaleSet, Strategy, problems, require
 
 SCHEMA_VERSION = 1
-_MODELOPT = "hf_quant_config.json"
 _WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".onnx",
     ".onnx_data", ".tflite", ".mlmodel", ".npz", ".pdparams",
@@ -58,10 +57,17 @@ def check_source(
     """
     checkpoint = open_checkpoint(source)
     check_method(checkpoint.config, strategy)
-    if quantization_config(checkpoint.config) is None and (checkpoint.path / _MODELOPT).exists():
+    quantization = (checkpoint.modelopt or {}).get("quantization")
+    if isinstance(quantization, dict) and quantization.get("quant_algo"):
         raise CheckpointError(
-            f"{source} is quantized by an older modelopt ({_MODELOPT}, nothing in config.json): "
+            f"{source} is quantized by an older modelopt ({MODELOPT}, nothing in config.json): "
             "export it again with a newer one"
+        )
+    if absent := checkpoint.missing_layers:
+        raise CheckpointError(
+            f"{source}: config.json has {layer_count(text_config(checkpoint.config))} layers, the "
+            f"weights hold nothing of {'layers' if len(absent) > 1 else 'layer'} "
+            f"{', '.join(map(str, absent[:8]))}: a file is missing, or config.json is another's"
         )
     _ = checkpoint.strategy  # refuses a scheme that we would not know how to continue
     for file in companions(checkpoint.path):
@@ -86,6 +92,8 @@ def write_checkpoint(
     overwrite: bool = False,
     replace_scales: bool = False,
     more_files: Mapping[str, bytes] | None = None,
+    form: str = CURRENT,
+    name: str | None = None,
 ) -> None:
     """Write `source` with `scales` added as a new checkpoint folder, whole or not at all.
 
@@ -99,6 +107,8 @@ def write_checkpoint(
         overwrite: replace an earlier output of fp8calib at `output`.
         replace_scales: leave out KV scales that `source` has, instead of refusing it.
         more_files: contents of further files by name.
+        form: of the scales' names, CURRENT or PROJECTION (ModelOpt's, per tensor and without q).
+        name: what the model card calls the checkpoint; the folder's name where None.
 
     Raises:
         ScaleError: scales that are missing or unfit; nothing is written.
@@ -111,26 +121,41 @@ def write_checkpoint(
     checkpoint = check_source(source, replace_scales, scales.strategy)
     if not link:
         check_room(output, checkpoint.weight_files)
-    config = with_scheme(checkpoint.config, scales.strategy)
-    tensors = _scale_tensors(checkpoint, scales)
+    modelopt = form == PROJECTION
+    config = (with_modelopt if modelopt else with_scheme)(checkpoint.config, scales.strategy)
+    tensors = _scale_tensors(checkpoint, scales, form)
     with staged(output, overwrite) as folder:
         _write_weights(checkpoint, folder, tensors, link)
         for file in companions(source):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             copy_file(safe_file(source, str(file)), folder / file)
-        for name, content in (more_files or {}).items():
-            (folder / name).write_bytes(content)
+        for file_name, content in (more_files or {}).items():
+            (folder / file_name).write_bytes(content)
+        _write_modelopt_file(checkpoint.path, folder, config, modelopt)
         _write_json(folder / SIDECAR, {"schema_version": SCHEMA_VERSION} | sidecar)
         dtype = needed_kv_cache_dtype(config)
-        card = model_card(source, output.resolve().name, scales, sidecar, dtype)
+        card = model_card(source, name or output.resolve().name, scales, sidecar, dtype)
         (folder / "README.md").write_text(card, encoding="utf-8")
         _write_json(folder / "config.json", config)  # last: without it, no loader takes the folder
-        _check_written(folder, scales, layers)
+        _check_written(folder, scales, layers, config)
 
 
-def _scale_tensors(checkpoint: Checkpoint, scales: ScaleSet) -> dict[str, np.ndarray]:
+def _write_modelopt_file(
+    source: Path, folder: Path, config: dict[str, Any], modelopt: bool
+) -> None:
+    """Let hf_quant_config.json say what config.json does: ModelOpt's form has one, and of other
+    forms only those whose weights ModelOpt quantized."""
+    there = (source / MODELOPT).exists()
+    if modelopt:
+        earlier = read_json(safe_file(source, MODELOPT)) if there else None
+        _write_json(folder / MODELOPT, modelopt_file(config, earlier))
+    elif there and (quantization_config(config) or {}).get("quant_method") == METHOD:
+        (folder / MODELOPT).unlink()
+
+
+def _scale_tensors(checkpoint: Checkpoint, scales: ScaleSet, form: str) -> dict[str, np.ndarray]:
     """The scale tensors by name, in the shapes that vLLM and transformers read: [1] for `tensor`,
-    [heads, 1, 1] for `attn_head`.
+    [heads, 1, 1] for `attn_head`; ModelOpt's are scalars.
 
     The modules of a loaded model may be called otherwise than in the file (a composite model's
     language part, GPT-2 without its prefix); the file's own name of the layer is the one written.
@@ -145,7 +170,8 @@ def _scale_tensors(checkpoint: Checkpoint, scales: ScaleSet) -> dict[str, np.nda
             )
         for kind, values in layer.items():
             shape = (1,) if scales.strategy == "tensor" else (-1, 1, 1)
-            tensors[scale_name(module, kind)] = values.astype("<f4").reshape(shape)
+            shape = () if form == PROJECTION else shape
+            tensors[scale_name(module, kind, form)] = values.astype("<f4").reshape(shape)
     return tensors
 
 
@@ -222,7 +248,9 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _check_written(folder: Path, scales: ScaleSet, layers: Sequence[LayerSpec]) -> None:
+def _check_written(
+    folder: Path, scales: ScaleSet, layers: Sequence[LayerSpec], config: dict[str, Any]
+) -> None:
     """Read everything back and compare bit for bit, before the folder gets its name."""
     written = open_checkpoint(folder)
     found = {
@@ -235,7 +263,7 @@ def _check_written(folder: Path, scales: ScaleSet, layers: Sequence[LayerSpec]) 
         for index, layer in scales.layers.items()
         for kind, values in layer.items()
     }
-    declared = check_scheme(with_scheme(written.config, scales.strategy))
+    declared = check_scheme(config)
     if found != meant or written.strategy != declared or written.stray:
         raise CheckpointError("the checkpoint does not read back as it was meant to be written")
     unobserved = {layer.index: layer.name for layer in written.layers}

@@ -11,29 +11,64 @@ from fp8calib.cli import app
 if TYPE_CHECKING:
     from fp8calib.checkpoint import Inspection
     from fp8calib.checkpoint.inspection import LayerReport
+    from fp8calib.checkpoint.live import LiveCheck
 
 
 @app.command(
-    epilog="Exit code 1 when vLLM would silently run a layer at scale 1.0. "
-    "Example: fp8calib inspect SmolLM2-135M-Instruct-kvattn-fp8-tensor"
+    epilog="Exit code 1 when the engine would silently run a layer at scale 1.0, and with --live "
+    "when it does. Examples: fp8calib inspect SmolLM2-135M-Instruct-kvattn-fp8-tensor; "
+    "fp8calib inspect ./model-fp8-kv --runtime sglang --tp 4; "
+    "fp8calib inspect ./model-fp8-kv --live --python ~/vllm/bin/python"
 )
 def inspect(
     checkpoint: Annotated[
         str, typer.Argument(help="A checkpoint folder, a hub id or demo:smollm2-135m-instruct.")
     ],
+    runtime: Annotated[
+        str,
+        typer.Option(
+            "--runtime", metavar="vllm|sglang|trtllm|fp8calib", help="Engine to serve it."
+        ),
+    ] = "vllm",
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel ranks it runs on.")
+    ] = 1,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Load it in vLLM, compare the scales that its layers hold with the file's, change "
+            "one in a copy, and require another output.",
+        ),
+    ] = False,
+    python: Annotated[
+        str | None,
+        typer.Option("--python", help="Interpreter that has vLLM, for --live; default: this one."),
+    ] = None,
     heads: Annotated[bool, typer.Option("--heads", help="One line per head.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show the KV-cache scales of a checkpoint and what vLLM will do with them."""
+    """Show the KV-cache scales of a checkpoint and what an engine will do with them."""
     from fp8calib.checkpoint import inspect as run
     from fp8calib.console import print_json
-    from fp8calib.errors import CheckFailed
+    from fp8calib.errors import CheckFailed, UserError
 
-    found = run(checkpoint)
+    if live and runtime != "vllm":
+        raise UserError(f"--live is for vLLM, and this is --runtime {runtime}")
+    found = run(checkpoint, runtime, tp)
+    seen = None
+    if live:
+        from fp8calib.checkpoint.live import live_check
+
+        seen = live_check(checkpoint, python, skip_layers=found.skip_layers, tp=tp)
     if json:
-        print_json(found.to_dict())
+        print_json(found.to_dict() | ({"live": seen.to_dict()} if seen else {}))
     else:
         _show(found, heads)
+        if seen:
+            _show_live(seen)
+    if seen and seen.problems:
+        raise CheckFailed(f"{checkpoint}: {seen.problems[0]}")
     if not found.ok:
         count = len(found.problems)
         raise CheckFailed(
@@ -57,6 +92,16 @@ def _show(found: Inspection, heads: bool) -> None:
             warn(problem)
     if found.ok:
         info(f"Every layer is calibrated. Serve it with:\n  {found.serve}")
+    info(f"(read from {found.rules.partition(':')[0]})")
+
+
+def _show_live(seen: LiveCheck) -> None:
+    from fp8calib.console import info, warn
+
+    for problem in seen.problems:
+        warn(problem)
+    for line in seen.lines():
+        info(line)
 
 
 def _rows(layer: LayerReport, heads: bool) -> list[list[str]]:

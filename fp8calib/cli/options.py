@@ -90,6 +90,17 @@ Link = Annotated[
     bool, typer.Option("--link", help="Hard-link the weights instead of copying them.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output folder.")]
+PushToHub = Annotated[
+    str | None,
+    typer.Option(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="Upload the checkpoint to this repository of the Hugging Face Hub.",
+    ),
+]
+Private = Annotated[
+    bool, typer.Option("--private", help="Make that repository private, where it is new.")
+]
 RecipeName = Annotated[
     str | None,
     typer.Option(
