@@ -50,8 +50,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        if not llm.is_running:
-            raise errors.APIError("the engine has stopped", status=503)
+        model.check_running()
         return {"status": "ok"}
 
     @app.get("/metrics")

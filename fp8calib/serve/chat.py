@@ -44,6 +44,7 @@ async def chat(
     model: ServedModel, body: ChatCompletionRequest, request: Request
 ) -> ChatCompletion | Response:
     """Answer a conversation as a whole, or by a stream of events."""
+    model.check_running()
     model.check_name(body.model)
     check_request(body, model.limits)
     if body.top_logprobs is not None and not body.logprobs:

@@ -32,6 +32,7 @@ async def complete(
     model: ServedModel, body: CompletionRequest, request: Request
 ) -> Completion | Response:
     """Answer a request as a whole, or by a stream of events."""
+    model.check_running()
     model.check_name(body.model)
     check_request(body, model.limits)
     params = sampling_params(

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from fp8calib.errors import UserError
+from fp8calib.errors import ModelError, UserError
 
 
 class APIError(HTTPException):
@@ -51,6 +51,8 @@ def as_api_error(problem: Exception) -> APIError:
     """What a client is told of an exception that is raised while its request is worked on."""
     if isinstance(problem, APIError):
         return problem
+    if isinstance(problem, ModelError):  # what the model computes is no fault of the request
+        return APIError(str(problem), status=500)
     if isinstance(problem, UserError):
         return APIError(str(problem))
     return APIError(f"unexpected {type(problem).__name__}; the server's log has more", status=500)
@@ -87,17 +89,13 @@ def _invalid(errors: Sequence[Any]) -> APIError:
     """pydantic's findings in one line. A field with alternatives, like `prompt`, has one finding
     for each; they are joined."""
     first = errors[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return APIError(f"the body is not JSON: {reason}")
-    places: dict[str, list[str]] = {}
-    for error in errors:
-        path = [part for part in error["loc"] if part != "body"]
-        name = path[0] if path else None
-        if name is None:
-            message = "the body must be a JSON object, sent with Content-Type: application/json"
-            return APIError(message)
-        places.setdefault(str(name), []).append(error["msg"])
-    name, messages = next(iter(places.items()))
-    told = "; ".join(dict.fromkeys(messages))
-    return APIError(f"{name}: {told}", param=name)
+        return APIError(f"the body is not JSON: {first['ctx']['error']}")
+    if not place:
+        if first["type"] == "value_error":
+            return APIError(str(first["ctx"]["error"]))
+        return APIError("the body must be a JSON object, sent with Content-Type: application/json")
+    name = place[0]
+    told = dict.fromkeys(error["msg"] for error in errors if name in error["loc"])
+    return APIError(f"{name}: {'; '.join(told)}", param=name)

@@ -6,11 +6,12 @@ answer, but are not supported, are refused (NOT_SUPPORTED).
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 # Each with the values that ask for nothing.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -62,6 +63,17 @@ class GenerationRequest(_Request):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_unicode(cls, data: Any) -> Any:
+        """JSON can write half of a surrogate pair, which no tokenizer takes."""
+        try:
+            if isinstance(data, dict):
+                json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text holds half of a surrogate pair: it is no Unicode") from None
+        return data
 
 
 class CompletionRequest(GenerationRequest):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8calib.errors import UserError
 from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.serve.errors import APIError
 from fp8calib.serve.protocol import NOT_SUPPORTED, GenerationRequest
@@ -54,7 +55,7 @@ def sampling_params(
         logprobs: alternatives to each token; `logprobs_field` is what the request calls them.
 
     Raises:
-        APIError: more than the limits allow. UserError: a value out of its range.
+        APIError: more than the limits allow, or a value out of its range.
     """
     if max_tokens is None:
         max_tokens = limits.max_tokens
@@ -63,11 +64,14 @@ def sampling_params(
     given = {name: getattr(request, name) for name in _FIELDS}
     chosen = defaults | {name: value for name, value in given.items() if value is not None}
     chosen.setdefault("temperature", 1.0)
-    return SamplingParams(
-        **chosen,
-        max_tokens=max_tokens,
-        seed=None if request.seed is None else request.seed % 2**63,
-        stop=request.stop or (),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        logprobs=logprobs,
-    )
+    try:
+        return SamplingParams(
+            **chosen,
+            max_tokens=max_tokens,
+            seed=None if request.seed is None else request.seed % 2**63,
+            stop=request.stop or (),
+            stop_token_ids=request.stop_token_ids or (),
+            logprobs=logprobs,
+        )
+    except UserError as problem:
+        raise APIError(str(problem), param=str(problem).split()[0]) from None

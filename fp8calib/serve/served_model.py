@@ -40,6 +40,11 @@ class ServedModel:
                 code="model_not_found",
             )
 
+    def check_running(self) -> None:
+        """Raise APIError when the engine takes no requests: it has failed, or shuts down."""
+        if not self.llm.is_running:
+            raise APIError("the engine has stopped", status=503)
+
     def cards(self) -> list[ModelCard]:
         return [
             ModelCard(
