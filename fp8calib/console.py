@@ -39,8 +39,13 @@ def error(message: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Write `data` as JSON to stdout. NaN and infinities become strings: JSON has none."""
-    print(json.dumps(_finite(data), indent=2))
+    """Write `data` as JSON to stdout."""
+    print(json_text(data))
+
+
+def json_text(data: Any) -> str:
+    """`data` as JSON. NaN and infinities become strings: JSON has none."""
+    return json.dumps(_finite(data), indent=2)
 
 
 def _finite(value: Any) -> Any:

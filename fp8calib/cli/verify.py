@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,16 +11,24 @@ from fp8calib.cli import app, options
 
 if TYPE_CHECKING:
     from fp8calib.evaluation import Verification
-    from fp8calib.evaluation.attention_errors import LayerError
-    from fp8calib.evaluation.bootstrap import Estimate
-    from fp8calib.evaluation.gates import GateResult
-    from fp8calib.evaluation.verification import VariantResult
+    from fp8calib.recipe import Gates
+
+# Options of checks and their gates, by the option that asks for the check.
+_NEED = {
+    "needle": ("needle_lengths", "needle_trials", "min_needle"),
+    "tasks": ("task_folder", "task_limit", "max_task_drop"),
+    "generation": ("max_repeat_increase",),
+}
 
 
 @app.command(
-    epilog="Exit code 1 when a gate fails. Examples: "
+    epilog="Exit code 1 when a gate fails; after Ctrl-C what was measured is shown as partial, and "
+    "the code is 130. Cost: one pass over the text for each column and one for the rounding; "
+    "SmolLM2-135M on two CPU cores takes about two minutes by default. Examples: "
     "fp8calib verify SmolLM2-135M-Instruct-kvattn-fp8-tensor; "
-    "fp8calib verify Qwen/Qwen2.5-7B-Instruct --dataset mine.jsonl --max-kl 0.02; "
+    "fp8calib verify Qwen/Qwen2.5-7B-Instruct --dataset mine.jsonl --max-kl 0.02 --junit kv.xml; "
+    "fp8calib verify ./out --variants bf16,fp8@1.0,fp8,fp8_e5m2 --report out.html; "
+    "fp8calib verify ./out --generation 2000 --needle --needle-lengths 2048,8192; "
     "fp8calib verify ./w4a16-and-kv --against ./original --recipe w4a16_and_kv",
 )
 def verify(
@@ -48,6 +57,15 @@ def verify(
         ),
     ] = None,
     missing_scales: options.MissingScales = "refuse",
+    variants: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMNS",
+            help="What to compare, in this order: native, bf16, fp16, fp32, fp8, fp8_e5m2 (the "
+            "last two with @1.0, @skip, @accurate or @fp8), or folders of other checkpoints; "
+            "separated by commas. Gates apply to fp8 and fp8@skip, else to the last.",
+        ),
+    ] = None,
     assume_skip_flag: Annotated[
         bool,
         typer.Option(
@@ -61,6 +79,63 @@ def verify(
             metavar="MODEL", help="Compare with this model's native cache, not with MODEL's own."
         ),
     ] = None,
+    noise_floor: Annotated[
+        bool,
+        typer.Option(
+            "--noise-floor/--no-noise-floor",
+            help="Measure what the dtype's own rounding does (one more pass over the text).",
+        ),
+    ] = True,
+    generation: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Also generate N tokens after each of 8 prompts under every column. Cost: N steps "
+            "of 8 sequences a column; SmolLM2 on a CPU core: a minute for 250 tokens a column.",
+        ),
+    ] = None,
+    needle: Annotated[
+        bool,
+        typer.Option(
+            "--needle",
+            help="Also ask for facts put at depths 0 to 100 % of long texts. Cost: 6 texts of each "
+            "length a column.",
+        ),
+    ] = False,
+    needle_lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS,...", help="Default: 512, 2048, 8192, ... and the model's maximum."
+        ),
+    ] = None,
+    needle_trials: Annotated[
+        int | None, typer.Option(help="Texts for each length and depth. Default 1.")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK,...",
+            help="Also tasks of lm-evaluation-harness (pip install 'fp8calib[eval]'). Cost: every "
+            "sample of a task once a column.",
+        ),
+    ] = None,
+    task_folder: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Where YAML files of your own tasks are.")
+    ] = None,
+    task_limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Only the first N samples of a task.")
+    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="fp8calib|vllm",
+            help="vllm: the logprobs of an installed vLLM, the stack that will serve.",
+        ),
+    ] = "fp8calib",
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="With --engine vllm: the Python that has vLLM."),
+    ] = None,
     max_ppl_increase: Annotated[
         float | None,
         typer.Option(help="Gate: perplexity, relative to native. Default 0.02."),
@@ -73,10 +148,33 @@ def verify(
         float | None,
         typer.Option(help="Gate: share of tokens with native's top prediction. Default 0.90."),
     ] = None,
+    min_needle: Annotated[
+        float | None,
+        typer.Option(help="Gate: share of the needles found that native finds. Default 0.90."),
+    ] = None,
+    max_task_drop: Annotated[
+        float | None,
+        typer.Option(help="Gate: loss on a task's metric, in its own unit. Default 0.02."),
+    ] = None,
+    max_repeat_increase: Annotated[
+        float | None,
+        typer.Option(help="Gate: more of generated text that repeats itself. Default 0.20."),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(help="Take the gates of this recipe file, or built-in one. Options override."),
     ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the report as FILE.html or FILE.json."),
+    ] = None,
+    junit: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.xml", help="Write the gates as JUnit test cases."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace earlier files of these names.")
+    ] = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
@@ -86,125 +184,111 @@ def verify(
 
     By default on 32 texts of up to 512 tokens that the default calibration data does not hold.
     """
-    from fp8calib.errors import CheckFailed
-    from fp8calib.recipe import Recipe, load_recipe
-
-    gates = (
-        (load_recipe(recipe) if recipe else Recipe())
-        .with_gates(max_ppl_increase=max_ppl_increase, max_kl=max_kl, min_top1=min_top1)
-        .gates
-    )
+    given = {k: v for k, v in locals().items() if v is not None}
+    gates = _gates(given, recipe)
     from fp8calib.models import resolve_model
 
     resolve_model(model)  # a wrong name is told before torch is loaded
-    from fp8calib.console import print_json
-    from fp8calib.evaluation import verify as run
+    files = _files(given)
+    names = "dataset split text_column messages_column samples max_seq_len seed kv_cache_dtype "
+    names += "attention missing_scales variants assume_skip_flag against noise_floor generation "
+    names += "needle needle_trials task_folder task_limit device dtype trust_remote_code"
+    chosen = {name: given[name] for name in names.split() if name in given}
+    chosen["kv_cache_dtype_skip_layers"] = skip_layers
+    chosen["needle_lengths"] = _lengths(needle_lengths)
+    chosen["tasks"] = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    result = _run(model, gates, chosen, engine, python, files.get("junit"))
+    _finish(result, files, json)
 
-    text = {"samples": samples, "max_seq_len": max_seq_len, "seed": seed}
-    result = run(
-        model,
-        gates=gates,
-        dataset=dataset,
-        split=split,
-        text_column=text_column,
-        messages_column=messages_column,
-        kv_cache_dtype=kv_cache_dtype,
-        kv_cache_dtype_skip_layers=skip_layers,
-        attention=attention,
-        missing_scales=missing_scales,
-        assume_skip_flag=assume_skip_flag,
-        against=against,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        **{name: value for name, value in text.items() if value is not None},
-    )
+
+def _gates(given: dict[str, Any], recipe: str | None) -> Gates:
+    from fp8calib.errors import UserError
+    from fp8calib.recipe import Gates, Recipe, load_recipe
+
+    for check, needing in _NEED.items():
+        wanted = next((name for name in needing if name in given), None)
+        if wanted is not None and not given.get(check):
+            raise UserError(f"{_flag(wanted)} needs {_flag(check)}")
+    limits = {name: given[name] for name in Gates.model_fields if name in given}
+    return (load_recipe(recipe) if recipe else Recipe()).with_gates(**limits).gates
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _files(given: dict[str, Any]) -> dict[str, Path]:
+    """The paths of the files to write, refused before any work."""
+    from fp8calib.evaluation.report_file import check_file
+
+    kinds = {"report": (".html", ".json"), "junit": (".xml",)}
+    return {
+        option: check_file(_flag(option), given[option], endings, given["overwrite"])
+        for option, endings in kinds.items()
+        if option in given
+    }
+
+
+def _lengths(text: str | None) -> list[int] | None:
+    from fp8calib.errors import UserError
+
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--needle-lengths {text}: give numbers of tokens, as 512,2048") from None
+
+
+def _run(
+    model: str,
+    gates: Gates,
+    chosen: dict[str, Any],
+    engine: str,
+    python: str | None,
+    junit: Path | None,
+) -> Verification:
+    from fp8calib.errors import CheckFailed, UserError
+
+    if engine not in ("fp8calib", "vllm"):
+        raise UserError(f"unknown --engine {engine!r}: use fp8calib or vllm")
+    if python is not None and engine != "vllm":
+        raise UserError("--python is for --engine vllm")
+    try:
+        if engine == "vllm":
+            from fp8calib.evaluation.vllm_engine import verify_with_vllm
+
+            return verify_with_vllm(model, gates=gates, python=python, **chosen)
+        from fp8calib.evaluation import verify as run
+
+        return run(model, gates=gates, **chosen)
+    except CheckFailed as problem:
+        if junit is not None:
+            from fp8calib.evaluation.report_file import write_junit_failure
+
+            write_junit_failure(model, str(problem), junit)
+        raise
+
+
+def _finish(result: Verification, files: dict[str, Path], json: bool) -> None:
+    from dataclasses import replace
+
+    from fp8calib.cli.command_line import command_line
+    from fp8calib.cli.verify_output import failures, show
+    from fp8calib.console import print_json
+    from fp8calib.errors import CheckFailed
+    from fp8calib.evaluation.report_file import write_junit, write_report
+
+    result = replace(result, command=command_line())
+    if "report" in files:
+        write_report(result, files["report"])
+    if "junit" in files:
+        write_junit(result, files["junit"])
     if json:
         print_json(result.to_dict())
     else:
-        _show(result)
+        show(result)
+    if result.partial:
+        raise KeyboardInterrupt
     if not result.ok:
-        raise CheckFailed(f"{model} fails {'; '.join(_failures(result))}")
-
-
-def _show(result: Verification) -> None:
-    from fp8calib.console import info, print_table, warn
-
-    for warning in result.warnings:
-        warn(warning)
-    data = result.dataset
-    split = f" ({data['split']})" if data["split"] else ""
-    title = (
-        f"{result.model} on {data['name']}{split}: {data['documents']} texts, "
-        f"{data['tokens']:,} tokens; below each number its 95 % interval"
-    )
-    print_table(title, ["", *(variant.title for variant in result.variants)], _rows(result))
-    if result.effect is not None:
-        info(result.effect.sentence())
-    for gate in result.gates:
-        info(_gate_line(gate, result.variant(gate.variant)))
-    for key, layers in result.layer_errors.items():
-        info(_layers_line(result.variant(key), layers))
-    if result.skip_layers:
-        from fp8calib.checkpoint.serving import SKIP_FLAG
-
-        flag = " ".join(result.skip_layers)
-        whose = "as the checkpoint records" if result.skip_layers_recorded else "as asked for"
-        info(f"layers {flag} are native, {whose}; vLLM needs for the same: {SKIP_FLAG} {flag}")
-
-
-def _rows(result: Verification) -> list[list[str]]:
-    others = result.variants[1:]
-    return [
-        ["perplexity", *(f"{variant.perplexity:.4f}" for variant in result.variants)],
-        ["  change", "", *(_with_interval(v.ppl_increase, "+.2%") for v in others)],
-        ["mean KL, nats", "", *(_with_interval(v.kl, ".5f") for v in others)],
-        ["top-1 agreement", "", *(_with_interval(v.top1, ".2%") for v in others)],
-        ["worst token's KL", "", *(f"{variant.worst.kl:.3f}" for variant in others)],
-    ]
-
-
-def _with_interval(estimate: Estimate, form: str) -> str:
-    if estimate.low is None or estimate.high is None:
-        return format(estimate.value, form)
-    return f"{estimate.value:{form}}\n{estimate.low:{form}} to {estimate.high:{form}}"
-
-
-_GATES = {
-    "max_ppl_increase": ("perplexity increase", "at most", ".2%"),
-    "max_kl": ("mean KL", "at most", ".4g"),
-    "min_top1": ("top-1 agreement", "at least", ".2%"),
-}
-
-
-def _gate_line(gate: GateResult, variant: VariantResult) -> str:
-    verdict = "passes" if gate.passed else "FAILS"
-    if not gate.conclusive:
-        verdict += ", inconclusive: the interval lies on both sides of the limit"
-    return f"gate: {_measured(gate)} ({variant.title}): {verdict}"
-
-
-def _measured(gate: GateResult) -> str:
-    what, bound, form = _GATES[gate.gate]
-    return f"{what} {gate.measured.value:{form}}, {bound} {gate.limit:{form}}"
-
-
-def _failures(result: Verification) -> list[str]:
-    """The failed gates and the layers at fault, in one line."""
-    from fp8calib.evaluation.attention_errors import culprits
-
-    gates = [f"{_measured(gate)} ({result.variant(gate.variant).title})" for gate in result.failed]
-    layers = dict.fromkeys(
-        str(layer.index) for errors in result.layer_errors.values() for layer in culprits(errors)
-    )
-    listed = ", ".join(list(layers)[:8]) + (", ..." if len(layers) > 8 else "")
-    return [*gates, f"see layer{'s' * (len(layers) > 1)} {listed}"] if layers else gates
-
-
-def _layers_line(variant: VariantResult, errors: list[LayerError]) -> str:
-    from fp8calib.evaluation.attention_errors import UNUSUAL_ERROR, culprits
-
-    listed = "; ".join(layer.describe() for layer in culprits(errors)[:8])
-    unusual = errors and max(layer.error for layer in errors) > UNUSUAL_ERROR
-    what = "beyond FP8's usual rounding in" if unusual else "no layer stands out; largest in"
-    return f"error of attention outputs ({variant.title}), {what}: {listed}"
+        raise CheckFailed(f"{result.model} fails {failures(result)}")

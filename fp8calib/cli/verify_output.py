@@ -1,0 +1,214 @@
+"""What `fp8calib verify` says to a person."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp8calib.checkpoint.serving import SKIP_FLAG
+from fp8calib.console import info, print_table, warn
+from fp8calib.evaluation.attention_errors import UNUSUAL_ERROR, LayerError, culprits
+from fp8calib.evaluation.bootstrap import Estimate
+from fp8calib.evaluation.gates import GateResult
+from fp8calib.evaluation.generation import GenerationCheck
+from fp8calib.evaluation.needle import NeedleTest
+from fp8calib.evaluation.summary import NoiseFloor
+from fp8calib.evaluation.tasks import TaskResult
+from fp8calib.evaluation.verification import Verification
+
+_GATES = {
+    "max_ppl_increase": ("perplexity increase", "at most", ".2%"),
+    "max_kl": ("mean KL", "at most", ".4g"),
+    "min_top1": ("top-1 agreement", "at least", ".2%"),
+    "min_needle": ("needles kept", "at least", ".1%"),
+    "max_task_drop": ("task drop", "at most", ".4g"),
+    "max_repeat_increase": ("increase of repeated 4-grams", "at most", ".2%"),
+}
+
+
+def show(result: Verification) -> None:
+    """Print a result: tables first, verdicts last."""
+    if result.partial:
+        warn("interrupted: all numbers below are partial, and no verdict is final")
+    for warning in result.warnings:
+        warn(warning)
+    data = result.dataset
+    split = f" ({data['split']})" if data["split"] else ""
+    engine = "" if result.engine == "fp8calib" else f" by {result.engine}"
+    title = (
+        f"{result.model} on {data['name']}{split}{engine}: {data['documents']} texts, "
+        f"{data['tokens']:,} tokens; below each number its 95 % interval"
+    )
+    print_table(title, ["", *(variant.title for variant in result.variants)], _rows(result))
+    titles = {variant.key: variant.title for variant in result.variants}
+    if result.generation is not None:
+        _show_generation(result.generation, titles)
+    if result.needle is not None:
+        _show_needle(result.needle, titles)
+    if result.tasks:
+        _show_tasks(result.tasks, titles)
+    if result.noise_floor is not None:
+        for line in _noise_lines(result.noise_floor, result):
+            info(line)
+    if result.effect is not None:
+        info(result.effect.sentence())
+    for gate in result.gates:
+        info(_gate_line(gate, titles[gate.variant]))
+    for key, layers in result.layer_errors.items():
+        info(_layers_line(titles[key], layers))
+    if result.skip_layers:
+        flag = " ".join(result.skip_layers)
+        whose = "as the checkpoint records" if result.skip_layers_recorded else "as asked for"
+        info(f"layers {flag} are native, {whose}; vLLM needs for the same: {SKIP_FLAG} {flag}")
+
+
+def _rows(result: Verification) -> list[list[str]]:
+    all_of = result.variants
+
+    def row(name: str, form: str, estimates: Sequence[Estimate]) -> list[str]:
+        cells = [
+            "" if variant.key == result.reference else _with_interval(estimate, form)
+            for variant, estimate in zip(all_of, estimates, strict=True)
+        ]
+        return [name, *cells]
+
+    rows = [
+        ["perplexity", *(f"{variant.perplexity:.4f}" for variant in all_of)],
+        row("  change", "+.2%", [v.ppl_increase for v in all_of]),
+        row("mean KL, nats", ".5f", [v.kl for v in all_of]),
+    ]
+    if len(all_of[0].kl_by_position) > 1:
+        rows += [
+            row(
+                f"  at {_thousands(bucket.start)} to {_thousands(bucket.end)}",
+                ".5f",
+                [v.kl_by_position[number].kl for v in all_of],
+            )
+            for number, bucket in enumerate(all_of[0].kl_by_position)
+        ]
+    return [
+        *rows,
+        row("  reversed", ".5f", [v.reverse_kl for v in all_of]),
+        row("  of the worst tenth", ".4f", [v.worst_decile_kl for v in all_of]),
+        [
+            "  of the worst token",
+            *("" if v.key == result.reference else f"{v.worst.kl:.3f}" for v in all_of),
+        ],
+        row("top-1 agreement", ".2%", [v.top1 for v in all_of]),
+        row("in native's place of 5", ".2%", [v.top5 for v in all_of]),
+    ]
+
+
+def _thousands(position: int) -> str:
+    return str(position) if position < 1024 else f"{position // 1024}k"
+
+
+def _with_interval(estimate: Estimate, form: str) -> str:
+    if estimate.low is None or estimate.high is None:
+        return format(estimate.value, form)
+    return f"{estimate.value:{form}}\n{estimate.low:{form}} to {estimate.high:{form}}"
+
+
+def _show_generation(check: GenerationCheck, titles: dict[str, str]) -> None:
+    native, *others = check.variants
+    rows = [
+        ["same as native to the end", "", *(f"{v.identical} of {check.prompts}" for v in others)],
+        [
+            "tokens before they part",
+            "",
+            *(_with_interval(v.first_difference, ".1f") for v in others),
+        ],
+        ["tokens in agreement", "", *(_with_interval(v.agreement, ".1%") for v in others)],
+        ["repeated 4-grams", *(f"{v.repeat_rate.value:.1%}" for v in check.variants)],
+        ["  change", "", *(_with_interval(v.repeat_increase, "+.1%") for v in others)],
+        ["compression ratio", *(f"{v.compression_ratio.value:.2f}" for v in check.variants)],
+        ["  change", "", *(_with_interval(v.compression_increase, "+.2f") for v in others)],
+        ["endless repetition", "", *(f"{v.runaways} more than native" for v in others)],
+    ]
+    title = f"greedy text: {check.tokens} tokens after each of {check.prompts} prompts"
+    print_table(title, ["", titles[native.key], *(titles[v.key] for v in others)], rows)
+
+
+def _show_needle(test: NeedleTest, titles: dict[str, str]) -> None:
+    rows = [
+        ["found", *(_with_interval(v.found, ".1%") for v in test.variants)],
+        [
+            "of those that native finds",
+            *("" if v.kept is None else f"{v.kept.value:.1%}" for v in test.variants),
+        ],
+        ["log-probability", *(_with_interval(v.logprob, ".3f") for v in test.variants)],
+        ["  change", "", *(_with_interval(v.logprob_change, "+.3f") for v in test.variants[1:])],
+    ]
+    for number, cell in enumerate(test.variants[0].grid):
+        name = f"{cell.length} tokens, depth {cell.depth:.0%}"
+        cells = [v.grid[number] for v in test.variants]
+        rows.append([name, *(f"{c.found:.0%} ({c.logprob:.2f})" for c in cells)])
+    for number, row in enumerate(test.variants[0].together):
+        several = [v.together[number] for v in test.variants]
+        name = f"{row.length} tokens, {test.needles_together} needles"
+        rows.append([name, *(f"{c.found:.0%} ({c.logprob:.2f})" for c in several)])
+    title = "needles: share found, and the log-probability of the answer in nats"
+    print_table(title, ["", *(titles[v.key] for v in test.variants)], rows)
+
+
+def _show_tasks(tasks: Sequence[TaskResult], titles: dict[str, str]) -> None:
+    rows = []
+    for task in tasks:
+        name = f"{task.task} {task.metric} ({task.samples})"
+        rows.append([name, *(_pm(score.value, score.stderr) for score in task.variants)])
+        drops = [
+            _pm(-score.drop.value, score.drop_stderr, "+.4f") if score.drop else ""
+            for score in task.variants
+        ]
+        rows.append(["  change for the better", *drops])
+    title = "lm-evaluation-harness: value ± standard error; changes from paired differences"
+    print_table(title, ["", *(titles[s.key] for s in tasks[0].variants)], rows)
+
+
+def _pm(value: float, stderr: float | None, form: str = ".4f") -> str:
+    return f"{value:{form}}" + ("" if stderr is None else f" ± {stderr:.4f}")
+
+
+def _noise_lines(noise: NoiseFloor, result: Verification) -> list[str]:
+    kl = noise.kl
+    interval = "" if kl.low is None else f" ({kl.low:.2g} to {kl.high:.2g})"
+    lines = [f"{result.dtype}'s own rounding ({noise.how}): mean KL {kl.value:.2g}{interval}"]
+    within = [v.title for v in result.variants if v.within_noise]
+    if within:
+        lines.append(f"indistinguishable from that: {'; '.join(within)}")
+    return lines
+
+
+def _gate_line(gate: GateResult, title: str) -> str:
+    verdict = "passes" if gate.passed else "FAILS"
+    if not gate.conclusive:
+        verdict += ", inconclusive: "
+        has = gate.measured.low is not None
+        verdict += "the interval lies on both sides of the limit" if has else "there is no interval"
+    return f"gate: {_measured(gate)} ({title}): {verdict}"
+
+
+def _measured(gate: GateResult) -> str:
+    what, bound, form = _GATES[gate.gate]
+    of = f" on {gate.task}" if gate.task else ""
+    if gate.measured.value != gate.measured.value:
+        return f"{what}{of} not measurable (native finds none), {bound} {gate.limit:{form}}"
+    return f"{what}{of} {gate.measured.value:{form}}, {bound} {gate.limit:{form}}"
+
+
+def failures(result: Verification) -> str:
+    """The failed gates and the layers at fault, in one line."""
+    gates = [f"{_measured(gate)} ({result.variant(gate.variant).title})" for gate in result.failed]
+    layers = dict.fromkeys(
+        str(layer.index) for errors in result.layer_errors.values() for layer in culprits(errors)
+    )
+    if layers:
+        listed = ", ".join(list(layers)[:8]) + (", ..." if len(layers) > 8 else "")
+        gates.append(f"see layer{'s' * (len(layers) > 1)} {listed}")
+    return "; ".join(gates)
+
+
+def _layers_line(title: str, errors: list[LayerError]) -> str:
+    listed = "; ".join(layer.describe() for layer in culprits(errors)[:8])
+    unusual = errors and max(layer.error for layer in errors) > UNUSUAL_ERROR
+    what = "beyond FP8's usual rounding in" if unusual else "no layer stands out; largest in"
+    return f"error of attention outputs ({title}), {what}: {listed}"
