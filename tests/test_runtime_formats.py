@@ -202,6 +202,8 @@ def test_c10_pages_times_s_with_scale_over_s_give_the_same_output(
     }
     fmt = KVFormat.fp8(llama.layers, torch.float32, scales=ScaleSet("tensor", layers))
     store = KVStore(llama.layers, fmt, [4], 16)
+    for cache in store.layers.values():
+        getattr(cache, f"{kind}_pages").zero_()
     runner, table = ModelRunner(llama.model, store), [[0, 1, 2, 3]]
     runner.forward([Chunk(ROWS[0], 0, table, 0)])
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -16,6 +17,7 @@ from fp8calib.runtime.metrics import EngineStats
 from fp8calib.runtime.outputs import RequestOutput
 from fp8calib.runtime.request import Request, RequestGroup
 from fp8calib.runtime.sampling_params import SamplingParams
+from fp8calib.scales import ScaleSet
 
 
 @dataclass(eq=False)
@@ -66,7 +68,7 @@ class AsyncLLM:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt, and yield what is new as it comes.
 
         Each RequestOutput holds, for each completion in order of its index, the text, token ids
@@ -110,9 +112,20 @@ class AsyncLLM:
         is not running is ignored."""
         self._submit(lambda: self._abort(request_id))
 
-    async def reload_scales(self, scales: Any) -> None:
+    async def reload_scales(self, scales: ScaleSet) -> None:
         """LLM.reload_scales between two steps; requests that run go on with the new scales."""
-        await asyncio.wrap_future(self._call(lambda: self.llm.reload_scales(scales)))
+        done: Future[None] = Future()
+
+        def reload() -> None:
+            try:
+                self.llm.reload_scales(scales)
+            except Fp8CalibError as problem:
+                done.set_exception(problem)
+            else:
+                done.set_result(None)
+
+        self._submit(reload)
+        await asyncio.wrap_future(done)
 
     async def drain(self) -> None:
         """Take no more requests, and return when those that run are done."""
@@ -134,20 +147,6 @@ class AsyncLLM:
 
     def _submit(self, task: Callable[[], None]) -> None:
         self._work.put(task)
-
-    def _call(self, task: Callable[[], None]) -> Any:
-        from concurrent.futures import Future
-
-        future: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(task())
-            except BaseException as problem:
-                future.set_exception(problem)
-
-        self._submit(run)
-        return future
 
     # From here on everything runs in the engine's thread.
 

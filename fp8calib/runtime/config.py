@@ -27,6 +27,9 @@ class EngineConfig:
     enable_prefix_caching: keep the pages of prompts and answers for others that begin alike.
     async_scheduling: start a step before the tokens of the one before are on the host; None is on
         a GPU.
+    enforce_eager: no CUDA graphs. max_cudagraph_capture_size: sequences of the largest decode step
+        that is captured as one.
+    compile_layers: compile each decoder layer with torch.compile.
     max_logprobs: the most log probabilities that a request may ask for at each token.
 
     Raises:
@@ -48,11 +51,19 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
+    enforce_eager: bool = False
+    max_cudagraph_capture_size: int = 256
+    compile_layers: bool = False
     max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         check_words(self.kv_cache_dtype, self.attention, self.missing_scales)
-        for name in ("max_model_len", "max_num_seqs", "kv_cache_memory_bytes"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "kv_cache_memory_bytes",
+            "max_cudagraph_capture_size",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")

@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from fp8calib.errors import ModelError, UserError
 from fp8calib.runtime.block_manager import BlockManager
+from fp8calib.runtime.cache_setup import describe_store, make_store
+from fp8calib.runtime.compiled_layers import compile_layers
 from fp8calib.runtime.config import EngineConfig
+from fp8calib.runtime.cuda_graphs import DecodeGraphs
 from fp8calib.runtime.detokenizer import Detokenizer, StopStrings
-from fp8calib.runtime.device_copy import to_device
+from fp8calib.runtime.executor import StepExecutor, StepInFlight
 from fp8calib.runtime.kv_cache_dtype import KVChoice, choose_kv_format
 from fp8calib.runtime.kv_format import KVFormat
-from fp8calib.runtime.kv_store import KVStore, cache_groups, plan_blocks
 from fp8calib.runtime.loader import LoadedModel
-from fp8calib.runtime.logprobs import LogprobTensors
 from fp8calib.runtime.metrics import EngineStats
-from fp8calib.runtime.model_runner import Chunk, ModelRunner
+from fp8calib.runtime.model_runner import ModelRunner
 from fp8calib.runtime.prefix_hash import fingerprint
 from fp8calib.runtime.request import Request, RequestGroup
-from fp8calib.runtime.sampler import NAN, SampledTokens, Sampler, SamplingRow
+from fp8calib.runtime.sampler import NAN, Sampler
 from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.runtime.scheduler import Scheduler
+from fp8calib.runtime.support import length_dependent_rope
 from fp8calib.scales import ScaleSet, problems, require
-
-_CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 128
-_CPU_CACHE_BYTES = 4 << 30  # as much as is used of it is taken: pages are touched when written
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A step that the device works on.
-
-    rows: the requests that gain a token, in the order of `sampled`; prompts: log probabilities of
-    pieces of prompts, and at which of a request's they start.
-    """
-
-    rows: list[Request]
-    sampled: SampledTokens
-    prompts: list[tuple[Request, int, LogprobTensors]]
 
 
 class Engine:
@@ -69,7 +54,12 @@ class Engine:
         )
         self.warnings = list(self.kv.warnings)
         self.max_model_len = self._wanted_length()
-        self.store = self._make_store()
+        if config.compile_layers:
+            compile_layers(loaded.model, loaded.layers)
+        self.store, fitting = make_store(loaded, self.kv.kv_format, config, self.max_model_len)
+        if fitting < self.max_model_len:
+            self.max_model_len = fitting
+            self.warnings.append(f"sequences are limited to {fitting} tokens by the cache's memory")
         self.block_manager = BlockManager(
             self.store.groups, self.store.num_blocks, self.store.block_size
         )
@@ -79,15 +69,16 @@ class Engine:
             config.max_num_batched_tokens,
             fingerprint(self.kv.kv_format) if config.enable_prefix_caching else None,
         )
-        self.runner = ModelRunner(loaded.model, self.store)
+        runner = ModelRunner(loaded.model, self.store, self._make_graphs(), config.max_num_seqs)
         self._vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        self.sampler = Sampler(config.max_num_seqs, self._vocab_size, self.store.device)
+        sampler = Sampler(config.max_num_seqs, self._vocab_size, self.store.device)
+        self.executor = StepExecutor(runner, sampler)
         on_gpu = self.store.device.type == "cuda"
         self.asynchronous = on_gpu if config.async_scheduling is None else config.async_scheduling
         self.stats = EngineStats(pages_total=sum(self.store.num_blocks))
         self._block_bytes = self.store.block_bytes()
         self._bf16_block_bytes = self.store.block_bytes(KVFormat(torch.bfloat16))
-        self._in_flight: _InFlight | None = None
+        self._in_flight: StepInFlight | None = None
         self._ids = itertools.count()
 
     def _wanted_length(self) -> int:
@@ -96,32 +87,23 @@ class Engine:
             raise UserError(f"max_model_len {wanted}: this model can do {most} tokens at most")
         return wanted or most
 
-    def _make_store(self) -> KVStore:
-        config, device = self.config, self.loaded.model.device
-        gpu = device.type == "cuda"
-        block_size = config.block_size or (_GPU_BLOCK_SIZE if gpu else _CPU_BLOCK_SIZE)
-        memory = config.kv_cache_memory_bytes or _free_for_cache(
-            device, config.gpu_memory_utilization
-        )
-        groups = cache_groups(self.loaded.layers)
-        tokens, num_blocks = plan_blocks(
-            groups,
-            self.kv.kv_format,
-            block_size,
-            memory,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.max_num_seqs * self.max_model_len,
-        )
-        if tokens < self.max_model_len:
-            if tokens == 0 or config.max_model_len is not None:
-                raise UserError(
-                    f"{memory / 1e6:,.0f} MB of KV cache hold {tokens} tokens, fewer than "
-                    f"max_model_len {self.max_model_len}; give more memory or a smaller length"
-                )
-            self.max_model_len = tokens
-            self.warnings.append(f"sequences are limited to {tokens} tokens by the cache's memory")
-        return KVStore(self.loaded.layers, self.kv.kv_format, num_blocks, block_size, device)
+    def _make_graphs(self) -> DecodeGraphs | None:
+        device = self.store.device
+        if device.type != "cuda" or self.config.enforce_eager:
+            return None
+        if kind := length_dependent_rope(self.loaded.model.config):
+            self.warnings.append(
+                f"this model runs without CUDA graphs, which is slower: its RoPE ({kind}) looks at "
+                "the positions of each step"
+            )
+            return None
+        width = -(-self.max_model_len // self.store.block_size)
+        most = min(self.config.max_cudagraph_capture_size, self.config.max_num_seqs)
+        return DecodeGraphs(device, [width] * len(self.store.groups), most)
+
+    def describe_cache(self) -> str:
+        """One line for the start-up: pages, tokens that fit, how many more than in bfloat16."""
+        return describe_store(self.store, self.config)
 
     def add_group(
         self,
@@ -236,104 +218,39 @@ class Engine:
         self.stats.seconds += time.perf_counter() - started
         return advanced
 
-    def _start_step(self) -> _InFlight | None:
+    def _start_step(self) -> StepInFlight | None:
         step = self.scheduler.schedule()
         self.stats.preemptions += len(step.preempted)
         for request in step.admitted:
-            self._begin(request)
+            if not request.output_token_ids:
+                request.num_cached_tokens = request.num_computed
+            self.stats.prefix_cache_queries += len(request.token_ids)
+            self.stats.prefix_cache_hits += request.num_computed
         if not step.requests:
             return None
         self._note_memory()
-        chunks = [self._chunk(request, count) for request, count in step.requests]
-        logits = self.runner.forward(chunks, self.sampler.last_tokens)
-        rows, prompts, last = [], [], []
-        row = 0
-        for (request, count), chunk in zip(step.requests, chunks, strict=True):
-            if wanted := self._prompt_logprobs_in(request, count):
-                prompts.append(
-                    (request, request.num_computed, self._of_prompt(request, logits[row:][:wanted]))
-                )
-            row += chunk.num_logits
-            if count == request.num_new:
-                rows.append(request)
-                last.append(row - 1)
-            request.num_computed += count
-        if len(last) < len(logits):
-            logits = logits[to_device(last, torch.int64, logits.device)]
-        sampled = self.sampler.sample(logits, [self._sampling_row(request) for request in rows])
-        for request in rows:
-            request.num_pending += 1
-        return _InFlight(rows, sampled, prompts)
+        try:
+            return self.executor.start(step)
+        except BaseException:
+            # Blocks of this step can be found already, and may never have been written.
+            self.block_manager.forget_cached()
+            raise
 
-    def _begin(self, request: Request) -> None:
-        """A request starts to run, for the first time or again."""
-        if not request.output_token_ids:
-            request.num_cached_tokens = request.num_computed
-        self.stats.prefix_cache_queries += len(request.token_ids)
-        self.stats.prefix_cache_hits += request.num_computed
-        if request.params.penalized:
-            assert request.slot is not None
-            self.sampler.penalties.begin(
-                request.slot, request.prompt_token_ids, request.output_token_ids
-            )
-
-    def _chunk(self, request: Request, count: int) -> Chunk:
-        start = request.num_computed
-        tokens = request.token_ids[start : start + count]
-        logits = max(self._prompt_logprobs_in(request, count), int(count == request.num_new))
-        return Chunk(
-            tokens,
-            start,
-            request.block_tables,
-            num_logits=logits,
-            pending_slot=request.slot if len(tokens) < count else None,
-        )
-
-    def _prompt_logprobs_in(self, request: Request, count: int) -> int:
-        """Of how many of the next `count` tokens the logits are wanted for the prompt's sake: all
-        of a piece of the prompt, though its last token's say nothing of the prompt."""
-        if not request.wants_prompt_logprobs or request.output_token_ids:
-            return 0
-        return count
-
-    def _of_prompt(self, request: Request, logits: torch.Tensor) -> LogprobTensors:
-        start = request.num_computed + 1
-        following = request.prompt_token_ids[start : start + len(logits)]
-        tokens = to_device(following, torch.int64, logits.device)
-        assert request.params.prompt_logprobs is not None
-        return LogprobTensors.of(
-            logits[: len(following)], tokens, request.params.prompt_logprobs
-        ).to_host()
-
-    def _sampling_row(self, request: Request) -> SamplingRow:
-        assert request.slot is not None
-        early = request.num_output < request.params.min_tokens
-        return SamplingRow(
-            request.params,
-            request.seed,
-            len(request.token_ids) + request.num_pending,
-            request.slot,
-            tuple(request.ending_token_ids) if early else (),
-        )
-
-    def _take_tokens(self, done: _InFlight) -> list[Request]:
-        tokens, logprobs = done.sampled.wait()
-        for request, start, entries in done.prompts:
-            request.prompt_logprobs[start : start + len(entries.ranks)] = entries.lists()
-        now = time.perf_counter()
+    def _take_tokens(self, done: StepInFlight) -> list[Request]:
         advanced = []
-        for row, (request, token) in enumerate(zip(done.rows, tokens, strict=True)):
-            request.num_pending -= 1
+        results = done.wait()
+        now = time.perf_counter()
+        for request, token, logprobs in results:
             if request.finish_reason is not None:
                 continue
             if token == NAN:
                 request.error, request.finish_reason = _nan_error(), "abort"
             else:
-                self.stats.generated_tokens += 1
-                if row in logprobs:
-                    request.logprobs.append(logprobs[row])
+                if logprobs is not None:
+                    request.logprobs.append(logprobs)
                 request.append(token)
-                self._note_times(request, now)
+                self.stats.note_token(now, request.arrival_time, request.last_token_time)
+                request.last_token_time = now
             advanced.append(request)
             if request.finish_reason is not None:
                 self._remove(request)
@@ -342,9 +259,7 @@ class Engine:
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
         assert request.finish_reason is not None
-        finished = self.stats.finished
-        finished[request.finish_reason] = finished.get(request.finish_reason, 0) + 1
-        self.stats.request_latency.observe(time.perf_counter() - request.arrival_time)
+        self.stats.note_end(request.finish_reason, time.perf_counter() - request.arrival_time)
         self._note_state()
 
     def reload_scales(self, scales: ScaleSet) -> None:
@@ -363,13 +278,6 @@ class Engine:
         self.store.reload_scales(scales)
         self.kv = replace(self.kv, kv_format=self.store.kv_format)
         self.scheduler.forget_prefixes(fingerprint(self.store.kv_format))
-
-    def _note_times(self, request: Request, now: float) -> None:
-        if request.last_token_time is None:
-            self.stats.time_to_first_token.observe(now - request.arrival_time)
-        else:
-            self.stats.inter_token_latency.observe(now - request.last_token_time)
-        request.last_token_time = now
 
     def _note_state(self) -> None:
         stats = self.stats
@@ -391,12 +299,3 @@ def _nan_error() -> ModelError:
         "the model's logits are NaN: its values overflow. Try --dtype float32 or bfloat16; "
         "if --kv-cache-dtype bfloat16 helps, the cache's scales are wrong"
     )
-
-
-def _free_for_cache(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Bytes that pages may take when the user does not say."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - total * (1 - gpu_memory_utilization)))
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_CPU_CACHE_BYTES, physical // 4)

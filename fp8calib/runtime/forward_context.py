@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from fp8calib.runtime.kv_store import LayerCache
+
+if TYPE_CHECKING:
+    from fp8_paged_attention import DecodePlan
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class ForwardContext:
 
     layers: the cache of each layer; groups: the tables of each group of layers;
     cu_seqlens_q: int32 [B + 1], first row of each sequence; seq_lens: int32 [B], tokens of each
-    sequence, the new ones included; max_seqlen_q: the most new tokens of a sequence.
+    sequence, the new ones included; max_seqlen_q: the most new tokens of a sequence; plans: of the
+    layers whose kernels take one.
     """
 
     layers: Mapping[int, LayerCache]
@@ -41,6 +46,7 @@ class ForwardContext:
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
     max_seqlen_q: int
+    plans: Mapping[int, DecodePlan] = field(default_factory=dict)
 
 
 _current: ContextVar[ForwardContext] = ContextVar("fp8calib_forward_context")

@@ -112,16 +112,12 @@ class KVStore:
         fmt = self.kv_format
         k_dtype, v_dtype = fmt.page_dtypes(layer)
         if layer.kv_source is None:
-            k_pages, v_pages = fpa.allocate(
-                self.num_blocks[group],
-                layer.num_kv_heads,
-                self.block_size,
-                layer.head_dim,
-                layer.v_head_dim,
-                k_dtype,
-                self.device,
-                v_dtype,
-            )
+            # Not fpa.allocate: its zeros would cost the time and memory of a cache that is full.
+            shape = (self.num_blocks[group], layer.num_kv_heads, self.block_size)
+            k_shape = fpa.k_page_shape(*shape, layer.head_dim)
+            v_shape = fpa.v_page_shape(*shape, layer.v_head_dim)
+            k_pages = torch.empty(k_shape, dtype=k_dtype, device=self.device)
+            v_pages = torch.empty(v_shape, dtype=v_dtype, device=self.device)
         else:
             source = self.layers[layer.kv_source]
             k_pages, v_pages = source.k_pages, source.v_pages

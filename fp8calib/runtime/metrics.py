@@ -77,3 +77,16 @@ class EngineStats:
     @property
     def tokens_per_second(self) -> float:
         return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+    def note_token(self, now: float, arrival: float, last: float | None) -> None:
+        """A request that arrived at `arrival` gained a token `now`; the one before came `last`."""
+        self.generated_tokens += 1
+        if last is None:
+            self.time_to_first_token.observe(now - arrival)
+        else:
+            self.inter_token_latency.observe(now - last)
+
+    def note_end(self, finish_reason: str, seconds: float) -> None:
+        """A request ended, so many seconds after its arrival."""
+        self.finished[finish_reason] = self.finished.get(finish_reason, 0) + 1
+        self.request_latency.observe(seconds)

@@ -1,7 +1,8 @@
 """The attention function of the runtime: store new K and V in pages, attend over the pages.
 
 It is registered with transformers under PAGED_ATTENTION, without a mask function: no mask is built,
-causality and windows are the kernels' work.
+causality and windows are the kernels' work. torch.compile sees it as one custom operator, since
+what it reads and writes is no argument of the model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from transformers import AttentionInterface
 from fp8calib.runtime.forward_context import forward_context
 
 PAGED_ATTENTION = "fp8calib_paged"
+LAYER_NUMBER = "fp8calib_layer_number"
+"""Attribute of attention modules that are compiled: the layer's index as a tensor, so that layers
+that differ in nothing else share their code."""
 
 
 def paged_attention(
@@ -36,8 +40,25 @@ def paged_attention(
     Returns:
         [1, T, Hq, Dv] in query's dtype.
     """
+    attention = scaling, sliding_window, softcap, s_aux
+    if torch.compiler.is_compiling():
+        layer = getattr(module, LAYER_NUMBER)
+        return torch.ops.fp8calib.paged_attention(layer, query, key, value, *attention), None
+    return _store_and_attend(module.layer_idx, query, key, value, *attention), None  # type: ignore[arg-type]
+
+
+def _store_and_attend(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     context = forward_context()
-    cache = context.layers[module.layer_idx]  # type: ignore[index]
+    cache = context.layers[layer]
     tables = context.groups[cache.group]
     if cache.stores:
         fpa.store(
@@ -65,12 +86,35 @@ def paged_attention(
         scale=scaling,
         sliding_window=sliding_window,
         softcap=softcap,
-        sinks=s_aux,
+        sinks=sinks,
         arithmetic=cache.arithmetic,
         fp8_format=cache.fp8_format,
+        plan=context.plans.get(layer),
         backend=cache.backend,
     )
-    return out[None], None
+    return out[None]
+
+
+@torch.library.custom_op("fp8calib::paged_attention", mutates_args=())
+def _operator(
+    layer: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    number = int(layer)  # on the CPU: nothing waits
+    return _store_and_attend(number, query, key, value, scaling, sliding_window, softcap, sinks)
+
+
+@_operator.register_fake
+def _(
+    layer: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 AttentionInterface.register(PAGED_ATTENTION, paged_attention)

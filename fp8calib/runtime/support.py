@@ -57,13 +57,24 @@ def context_limit(config: PretrainedConfig) -> int:
     """
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None) or _UNKNOWN_LENGTH
-    for rope in _rope_parameters(text):
-        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-            original = rope.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
-            )
-            limit = min(limit, original or limit)
+    for rope in _length_dependent(text):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        limit = min(limit, original or limit)
     return limit
+
+
+def length_dependent_rope(config: PretrainedConfig) -> str | None:
+    """The type of RoPE that chooses its frequencies by the largest position of a pass, if the model
+    has one: such a pass cannot be a CUDA graph."""
+    ropes = _length_dependent(config.get_text_config(decoder=True))
+    return next((rope["rope_type"] for rope in ropes), None)
+
+
+def _length_dependent(text: PretrainedConfig) -> list[dict[str, Any]]:
+    ropes = _rope_parameters(text)
+    return [rope for rope in ropes if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE]
 
 
 def _rope_parameters(text: PretrainedConfig) -> list[dict[str, Any]]:

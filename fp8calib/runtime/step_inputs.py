@@ -1,0 +1,191 @@
+"""What a step's forward pass needs as numbers, in one buffer, so that one copy brings it in.
+
+On a GPU the buffer lies in page-locked memory, and there are two: the copy out of one may still
+wait for its turn while the other is filled for the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 16  # int32 numbers: kernels want sections that start at multiples of 16 bytes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens of one sequence.
+
+    token_ids: the new tokens; start: how many tokens of the sequence lie in the cache already;
+    block_tables: its blocks in each group of layers, enough for the new tokens too; num_logits: of
+    how many of the last new tokens the logits are wanted; pending_slot: one more token follows, the
+    newest of this slot, which only the device knows. There is at least one new token.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_tables: Sequence[Sequence[int]]
+    num_logits: int
+    pending_slot: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + (self.pending_slot is not None)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step: new tokens T, sequences B, columns of each group's block table, and rows of
+    logits R. A step with as many tokens as sequences is a decode step: one new token each."""
+
+    num_tokens: int
+    num_seqs: int
+    table_widths: tuple[int, ...]
+    num_rows: int
+
+    def sections(self) -> list[tuple[int, ...]]:
+        """Shapes of the parts of the buffer, in the order of StepInputs' fields."""
+        tokens = (self.num_tokens,)
+        return [
+            tokens,
+            tokens,
+            (self.num_seqs + 1,),
+            (self.num_seqs,),
+            (self.num_rows,),
+            *[tokens for _ in self.table_widths],
+            *[(self.num_seqs, width) for width in self.table_widths],
+        ]
+
+    def starts(self) -> list[int]:
+        """Where each section begins, and where the last one ends, in int32 numbers."""
+        sizes = [int(np.prod(shape)) for shape in self.sections()]
+        return [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A step's numbers, all int32 views of one buffer.
+
+    input_ids [T]: a token, or -1 - slot for the newest token of a slot; positions [T];
+    cu_seqlens_q [B + 1]: first row of each sequence; seq_lens [B]: tokens of each, the new ones
+    included; rows [R]: of which of the T tokens logits are wanted; slot_mappings: of each group
+    [T], the slot of each token in the pages, -1 for padding; block_tables: of each group
+    [B, width]. max_seqlen_q: the most new tokens of a sequence.
+    """
+
+    shape: StepShape
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    rows: torch.Tensor
+    slot_mappings: list[torch.Tensor]
+    block_tables: list[torch.Tensor]
+    max_seqlen_q: int
+
+    @classmethod
+    def of(cls, shape: StepShape, buffer: torch.Tensor, max_seqlen_q: int) -> StepInputs:
+        """The views of `buffer`, which holds a step of this shape."""
+        ids, positions, cu_seqlens_q, seq_lens, rows, *rest = _views(shape, buffer)
+        groups = len(shape.table_widths)
+        slots, tables = rest[:groups], rest[groups:]
+        return cls(shape, ids, positions, cu_seqlens_q, seq_lens, rows, slots, tables, max_seqlen_q)
+
+    @property
+    def wants_all_rows(self) -> bool:
+        return self.shape.num_rows == self.shape.num_tokens
+
+
+def _views(shape: StepShape, buffer: torch.Tensor) -> list[torch.Tensor]:
+    starts = shape.starts()
+    return [
+        buffer[start : start + int(np.prod(section))].view(section)
+        for start, section in zip(starts, shape.sections(), strict=False)
+    ]
+
+
+class HostBuffers:
+    """Two buffers in host memory that take turns; they grow as they need to."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+
+    def next(self, size: int) -> torch.Tensor:
+        """A buffer of `size` int32 numbers, once the copy out of it that was noted is done."""
+        self._buffers.reverse()
+        self._copied.reverse()
+        if (event := self._copied[0]) is not None:
+            event.synchronize()
+        if len(self._buffers[0]) < size:
+            self._buffers[0] = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._on_gpu)
+        return self._buffers[0][:size]
+
+    def note_copy(self) -> None:
+        """A copy out of the newest buffer has been started."""
+        if self._on_gpu:
+            event = self._copied[0] = self._copied[0] or torch.cuda.Event()
+            event.record()
+
+
+def shape_of(chunks: Sequence[Chunk]) -> StepShape:
+    """The sizes of a step of these chunks, without padding."""
+    groups = range(len(chunks[0].block_tables))
+    return StepShape(
+        sum(chunk.num_tokens for chunk in chunks),
+        len(chunks),
+        tuple(max(len(chunk.block_tables[group]) for chunk in chunks) for group in groups),
+        sum(chunk.num_logits for chunk in chunks),
+    )
+
+
+def write_step(
+    chunks: Sequence[Chunk], shape: StepShape, block_size: int, buffer: torch.Tensor
+) -> None:
+    """Fill `buffer`, on the host, with the numbers of these chunks. What `shape` has beyond them is
+    padding: sequences of length 0 with one new token each, which is not stored."""
+    groups = len(shape.table_widths)
+    views = [view.numpy() for view in _views(shape, buffer)]
+    input_ids, positions, starts, seq_lens, rows = views[:5]
+    slot_mappings, tables = views[5 : 5 + groups], views[5 + groups :]
+    lengths = np.array([chunk.num_tokens for chunk in chunks], np.int32)
+    before = np.array([chunk.start for chunk in chunks], np.int32)
+    ends = np.cumsum(lengths)
+    count, tokens = len(chunks), int(ends[-1])
+    _write_ids(chunks, input_ids, rows, shape)
+    input_ids[tokens:] = 0
+    starts[0] = 0
+    starts[1 : count + 1] = ends
+    starts[count + 1 :] = tokens + np.arange(1, shape.num_seqs - count + 1)
+    seq_lens[:count] = before + lengths
+    seq_lens[count:] = 0
+    sequence = np.repeat(np.arange(count), lengths)
+    positions[:tokens] = np.arange(tokens) + (before - (ends - lengths))[sequence]
+    positions[tokens:] = 0
+    block, offset = np.divmod(positions[:tokens], block_size)
+    for group, (table, slots) in enumerate(zip(tables, slot_mappings, strict=True)):
+        for row, chunk in zip(table, chunks, strict=False):
+            blocks = chunk.block_tables[group]
+            row[: len(blocks)] = blocks
+        slots[:tokens] = table[sequence, block] * block_size + offset
+        slots[tokens:] = -1
+
+
+def _write_ids(
+    chunks: Sequence[Chunk], input_ids: np.ndarray, rows: np.ndarray, shape: StepShape
+) -> None:
+    at = row = 0
+    for chunk in chunks:
+        known = len(chunk.token_ids)
+        input_ids[at : at + known] = chunk.token_ids
+        if chunk.pending_slot is not None:
+            input_ids[at + known] = -1 - chunk.pending_slot
+        at += chunk.num_tokens
+        rows[row : row + chunk.num_logits] = np.arange(at - chunk.num_logits, at)
+        row += chunk.num_logits
+    rows[row:] = np.arange(at, at + len(rows) - row)

@@ -1,0 +1,224 @@
+"""How steps are run changes no token: padded and replayed, a step ahead of the host, compiled,
+by another backend."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from greedy import by_engine
+
+from fp8calib.runtime.compiled_layers import compile_layers
+from fp8calib.runtime.config import EngineConfig
+from fp8calib.runtime.cuda_graphs import DecodeGraphs, batch_sizes
+from fp8calib.runtime.engine import Engine
+from fp8calib.runtime.kv_format import KVFormat
+from fp8calib.runtime.kv_store import KVStore, cache_groups
+from fp8calib.runtime.loader import LoadedModel, load
+from fp8calib.runtime.model_runner import Chunk, ModelRunner
+from fp8calib.runtime.request import Request
+from fp8calib.runtime.sampling_params import SamplingParams
+from fp8calib.runtime.step_inputs import HostBuffers, StepInputs, StepShape, shape_of, write_step
+
+Tiny = Callable[..., Path]
+SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "max_model_len": 96}
+
+
+@pytest.fixture(scope="module")
+def llama(tiny: Tiny) -> LoadedModel:
+    return load(str(tiny("llama")))
+
+
+@pytest.fixture(scope="module")
+def gemma(tiny: Tiny) -> LoadedModel:
+    """Sliding-window and full-attention layers: two groups of pages."""
+    return load(str(tiny("gemma3_text", tie_word_embeddings=False)))
+
+
+def random_prompts(count: int, longest: int) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, 300) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def params_of(index: int) -> SamplingParams:
+    """Greedy and random, with and without stops, penalties and filters, of several lengths."""
+    return SamplingParams(
+        max_tokens=5 + index % 13,
+        temperature=index % 3 * 0.7,
+        top_k=index % 4 * 10,
+        seed=index,
+        stop_token_ids=range(0, 320, 9) if index % 2 else (),
+        min_tokens=index % 5,
+        repetition_penalty=1 + index % 2 * 0.3,
+        presence_penalty=index % 3 * 0.5,
+        logprobs=2 if index % 4 == 0 else None,
+        ignore_eos=True,
+    )
+
+
+def run(
+    loaded: LoadedModel, prepare: Callable[[Engine], None] = lambda _: None, **options: Any
+) -> list[Request]:
+    engine = Engine(loaded, EngineConfig(**SMALL | options))
+    prepare(engine)
+    prompts = random_prompts(16, 40)
+    requests = [
+        engine.add_request(params_of(i), prompt_token_ids=prompt)
+        for i, prompt in enumerate(prompts)
+    ]
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert engine.stats.pages_used == 0
+    return requests
+
+
+def assert_same(one: list[Request], other: list[Request]) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert a.output_token_ids == b.output_token_ids
+        assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
+        assert [[t for t, _, _ in entry] for entry in a.logprobs] == [
+            [t for t, _, _ in entry] for entry in b.logprobs
+        ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_steps_ahead_of_the_host_give_the_same_tokens(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    loaded = request.getfixturevalue(kind)
+    behind = run(loaded)
+    assert {r.finish_reason for r in behind} == {"length", "stop"}
+    assert_same(behind, run(loaded, async_scheduling=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_preempted_requests_end_undisturbed(kind: str, request: pytest.FixtureRequest) -> None:
+    """In a pool for the longest request and little more, a step ahead of the host."""
+    loaded = request.getfixturevalue(kind)
+    fmt = KVFormat(torch.float32)
+    memory = 6 * sum(group.block_bytes(fmt, 16) for group in cache_groups(loaded.layers))
+    engines: list[Engine] = []
+    small = run(loaded, engines.append, kv_cache_memory_bytes=memory, async_scheduling=True)
+    if kind == "llama":
+        assert engines[0].stats.preemptions > 0
+    assert_same(run(loaded), small)
+
+
+def replayed(engine: Engine) -> None:
+    """Decode steps go through DecodeGraphs, whose captures are functions that run once more."""
+    width = -(-engine.max_model_len // engine.store.block_size)
+    engine.executor.runner.graphs = DecodeGraphs(
+        engine.store.device, [width] * len(engine.store.groups), 6, capture=lambda run: run
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_padded_decode_steps_give_the_same_tokens(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    loaded = request.getfixturevalue(kind)
+    engines: list[Engine] = []
+
+    def prepare(engine: Engine) -> None:
+        engines.append(engine)
+        replayed(engine)
+
+    assert_same(run(loaded), run(loaded, prepare, async_scheduling=True))
+    graphs = engines[0].executor.runner.graphs
+    assert graphs is not None and set(graphs.captured) <= {1, 2, 4, 6} and graphs.captured
+
+
+def test_a_model_that_cannot_be_captured_runs_on(
+    llama: LoadedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def prepare(engine: Engine) -> None:
+        engine.executor.runner.graphs = DecodeGraphs(engine.store.device, [6], 6, capture=fail)
+
+    assert_same(run(llama), run(llama, prepare))
+    assert capsys.readouterr().err.count("runs without CUDA graphs") == 1
+
+
+def test_padded_batch_sizes() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert batch_sizes(300)[-3:] == [256, 288, 300]
+    for most in (7, 64, 200, 256, 512):
+        sizes = batch_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most
+
+
+def test_a_step_is_written_as_the_kernels_read_it() -> None:
+    """A chunk in the middle of a prompt, one with the newest token of slot 5, and padding."""
+    chunks = [
+        Chunk([7, 8, 9], 15, [[4, 2], [0, 3]], num_logits=0),
+        Chunk([], 20, [[6, 1], [5, 7]], num_logits=1, pending_slot=5),
+    ]
+    assert shape_of(chunks) == StepShape(4, 2, (2, 2), 1)
+    shape = StepShape(5, 3, (4, 2), 2)
+    buffer = HostBuffers(torch.device("cpu")).next(shape.starts()[-1]).fill_(99)
+    write_step(chunks, shape, 16, buffer)
+    step = StepInputs.of(shape, buffer, 3)
+    assert step.input_ids.tolist() == [7, 8, 9, -6, 0]
+    assert step.positions.tolist() == [15, 16, 17, 20, 0]
+    assert step.cu_seqlens_q.tolist() == [0, 3, 4, 5]
+    assert step.seq_lens.tolist() == [18, 21, 0]
+    assert step.rows.tolist() == [3, 4]
+    assert [slots.tolist() for slots in step.slot_mappings] == [
+        [4 * 16 + 15, 2 * 16, 2 * 16 + 1, 1 * 16 + 4, -1],
+        [15, 3 * 16, 3 * 16 + 1, 7 * 16 + 4, -1],
+    ]
+    assert step.block_tables[0][:2, :2].tolist() == [[4, 2], [6, 1]]
+    assert step.block_tables[1][:2].tolist() == [[0, 3], [5, 7]]
+    assert all(start % 16 == 0 for start in shape.starts())
+
+
+def test_buffers_take_turns() -> None:
+    buffers = HostBuffers(torch.device("cpu"))
+    one, two = buffers.next(10), buffers.next(10)
+    assert one.data_ptr() != two.data_ptr()
+    assert buffers.next(5).data_ptr() == one.data_ptr()
+    assert len(buffers.next(1000)) == 1000
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_compiled_layers_give_the_same_tokens(kind: str, tiny: Tiny) -> None:
+    """As torch.compile traces them, without its code generator."""
+    folder = str(tiny(kind, tie_word_embeddings=False))
+    compiled = load(folder)
+    compile_layers(compiled.model, compiled.layers, backend="eager")
+    prompts = random_prompts(3, 20)
+    counted = torch._dynamo.utils.counters["frames"]
+    counted.clear()
+    assert by_engine(compiled, prompts, 6) == by_engine(load(folder), prompts, 6)
+    assert counted["ok"] > 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_triton_kernels_equal_the_torch_backend(tiny: Tiny) -> None:
+    """A prompt, then single tokens by a shared plan, on FP8 pages in Triton's interpreter."""
+    loaded = load(str(tiny("llama", num_hidden_layers=1)))
+    fmt = KVFormat.fp8(loaded.layers, torch.float32)
+
+    def logits(backend: str) -> torch.Tensor:
+        store = KVStore(loaded.layers, fmt, [4], 16)
+        store.layers = {i: replace(c, backend=backend) for i, c in store.layers.items()}
+        runner = ModelRunner(loaded.model, store)
+        rows = [runner.forward([Chunk(list(range(5, 30)), 0, [[2, 0]], 25)]).clone()]
+        for position in range(25, 28):
+            chunks = [
+                Chunk([position], position, [[2, 0]], 1),
+                Chunk([7 + position], position - 25, [[3]], 1),
+            ]
+            rows.append(runner.forward(chunks).clone())
+        return torch.cat(rows)
+
+    triton, plain = logits("triton"), logits("torch")
+    assert float((triton - plain).norm() / plain.norm()) < 5e-3
