@@ -101,8 +101,10 @@ def compare(
     gaps = _gaps(loaded, native, fp8, [ids for _, ids in prompts])
     decode = loaded.tokenizer.decode
     pairs = [
-        _pair(decode, text, *answers)
-        for (text, _), *answers in zip(prompts, native.answers, fp8.answers, gaps, strict=True)
+        _pair(decode, text, plain, quantized, gap)
+        for (text, _), plain, quantized, gap in zip(
+            prompts, native.answers, fp8.answers, gaps, strict=True
+        )
     ]
     return Comparison(native.side, fp8.side, fp8.warnings, pairs)
 
