@@ -117,10 +117,9 @@ def _fail(message: str, code: int) -> None:
 from fp8calib.cli import (  # noqa: E402  (they register themselves)
     calibrate,  # noqa: F401
     chat,  # noqa: F401
-    convert,  # noqa: F401
+    compare,  # noqa: F401
     convert,  # noqa: F401
     inspect,  # noqa: F401
-    merge,  # noqa: F401
     merge,  # noqa: F401
     models,  # noqa: F401
     rescale,  # noqa: F401
