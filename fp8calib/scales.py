@@ -88,9 +88,7 @@ class ScaleSet:
         """q_scale as attention kernels use it, float32 [1] or [num_kv_heads]: the maximum over the
         query heads that share a KV head (what vLLM makes of q_scale when it loads it)."""
         layer = self.layers[index]
-        if layer.q is None or layer.q.size == 1:
-            return layer.q
-        return layer.q.reshape(layer.k.size, -1).max(axis=1)
+        return None if layer.q is None else grouped_maximum(layer.q, layer.k.size)
 
     def collapse_heads(self) -> ScaleSet:
         """The per-tensor set that clips nothing this one does not: the maximum over heads."""
@@ -103,6 +101,11 @@ class ScaleSet:
                 for index, layer in self.layers.items()
             },
         )
+
+
+def grouped_maximum(q: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    """q scales [num_heads] as [num_kv_heads], the largest of each group; one scale stays one."""
+    return q if q.size == 1 else q.reshape(num_kv_heads, -1).max(axis=1)
 
 
 def expected_shape(strategy: Strategy, kind: Kind, layer: LayerSpec) -> tuple[int]:

@@ -60,7 +60,7 @@ def inspect(
     if live:
         from fp8calib.checkpoint.live import live_check
 
-        seen = live_check(checkpoint, python, skip_layers=found.skip_layers, tp=tp)
+        seen = live_check(checkpoint, python, found.skip_layers)
     if json:
         print_json(found.to_dict() | ({"live": seen.to_dict()} if seen else {}))
     else:

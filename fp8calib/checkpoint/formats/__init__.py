@@ -74,7 +74,7 @@ def losses(scales: ScaleSet, target: Format, skip_layers: Sequence[str] = ()) ->
     lost = []
     if scales.strategy == "attn_head" and not target.per_head:
         spread = max(
-            float(scale.max() / scale.min())
+            float(scale.max()) / float(scale.min())
             for layer in scales.layers.values()
             for _, scale in layer.items()
         )

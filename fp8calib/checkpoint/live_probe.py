@@ -1,0 +1,79 @@
+"""Run by the Python that has vLLM, which need not have fp8calib: load a checkpoint, and then an
+altered copy of it, as a server would, and print what came of both as one line of JSON.
+
+Usage: python live_probe.py '{"checkpoints": [...], "prompt": [...], "options": {...}}'
+"""
+
+import gc
+import json
+import os
+import sys
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the model is in reach
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def held(model):
+    """Per attention layer: the cache's dtype and the scales that the layer computes with."""
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "kv_cache_dtype") and hasattr(module, "_k_scale"):
+            found[name] = {"kv_cache_dtype": str(module.kv_cache_dtype)}
+            for kind in "qkv":
+                scale = getattr(module, f"_{kind}_scale")
+                found[name][kind] = scale.float().flatten().tolist()
+    return found
+
+
+def logprobs(llm, prompt):
+    """The log-probability of each token of the prompt after the first, given those before it."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+    return [
+        entry[token].logprob
+        for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+
+
+def load(checkpoint, prompt, runs, options):
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        checkpoint,
+        max_model_len=256,
+        max_num_seqs=4,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        **options,
+    )
+    seen = {
+        "kv_cache_dtype": str(llm.llm_engine.vllm_config.cache_config.cache_dtype),
+        "layers": llm.apply_model(held)[0],
+        "logprobs": [logprobs(llm, prompt) for _ in range(runs)],
+    }
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return seen
+
+
+def main():
+    asked = json.loads(sys.argv[1])
+    import vllm
+
+    first, second = asked["checkpoints"]
+    report = {
+        "version": vllm.__version__,
+        "as_it_is": load(first, asked["prompt"], 2, asked["options"]),
+        "altered": load(second, asked["prompt"], 1, asked["options"]),
+    }
+    print("\n" + json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
