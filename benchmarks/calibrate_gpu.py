@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from llama_shape import make_model
 
 from fp8calib.calibration.core import (
     Batch,
@@ -30,25 +30,6 @@ from fp8calib.calibration.core import (
     plan_batches,
 )
 from fp8calib.calibration.statistics import RangeStatistics
-
-
-def make_model(layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131_072,
-        rope_theta=500_000.0,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    return model.eval().requires_grad_(False)
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float]:

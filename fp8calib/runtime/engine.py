@@ -97,6 +97,9 @@ class Engine:
                 "the positions of each step"
             )
             return None
+        if any(cache.backend == "torch" for cache in self.store.layers.values()):
+            self.warnings.append("pages of float32, or FP8 beside native, run without CUDA graphs")
+            return None
         width = -(-self.max_model_len // self.store.block_size)
         most = min(self.config.max_cudagraph_capture_size, self.config.max_num_seqs)
         return DecodeGraphs(device, [width] * len(self.store.groups), most)
