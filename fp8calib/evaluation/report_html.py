@@ -170,7 +170,7 @@ def _sentence(variant: Mapping[str, Any], report: Report) -> str:
         times = (_float(variant["kl"].get("value")) or 0) / noise
         said += (
             f" {text(report.get('dtype'))}'s own rounding alone costs {noise:.2g} nats; this is "
-            f"{times:.3g} times that."
+            f"{times:.2g} times that."
         )
     return said
 

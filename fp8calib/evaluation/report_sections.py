@@ -18,6 +18,7 @@ from fp8calib.evaluation.report_html import (
 from fp8calib.evaluation.report_svg import Mark, heat_map, legend, line_plot
 
 _OUTPUTS_SHOWN = 3
+_CLIPPED, _FLUSHED = 1e-4, 0.02  # shares of values worth a line
 _UNUSUAL_ERROR = 0.2  # attention_errors.UNUSUAL_ERROR, which would bring torch along
 
 
@@ -34,15 +35,15 @@ def positions(report: Report) -> str:
             marks.append(_mark(number_, bucket.get("kl"), label))
         if marks:
             series.append((str(variant.get("title")), marks))
+    if len(edges) < 2:  # a single point says nothing that the table does not
+        return ""
     plot = line_plot(
         series,
         x_name="position in the text",
         y_name="mean KL",
         x_labels=list(edges.items()),
-        form=lambda x: f"{x:.3g}",
+        form=lambda x: f"{x:.2g}",
     )
-    if not plot:
-        return ""
     return section(
         "Mean KL by position",
         legend([name for name, _ in series]),
@@ -71,6 +72,13 @@ def layer_errors(report: Report) -> str:
     layers = report.get("layers") or []
     names = titles(report)
     figures = []
+    everything = [
+        _of(entry, name)
+        for layer in layers
+        for entry in (layer.get("errors") or {}).values()
+        for name in ("error", "k_error", "v_error", "q_error")
+    ]
+    largest = max((x for x in everything if x is not None), default=0.0)
     for key in dict.fromkeys(key for layer in layers for key in layer.get("errors") or {}):
         found = [(layer.get("errors") or {}).get(key) for layer in layers]
         columns = [str(layer.get("index")) for layer in layers]
@@ -79,14 +87,13 @@ def layer_errors(report: Report) -> str:
         }  # fmt: skip
         by_cause = [[_of(entry, name) for entry in found] for name in causes.values()]
         title = f"<h3>{text(names.get(key, key))}</h3>"
-        figures.append(
-            f"<figure>{title}{_errors_map(by_cause, columns, 'cause', list(causes))}</figure>"
-        )
+        plot = _errors_map(by_cause, columns, "cause", list(causes), largest)
+        figures.append(f"<figure>{title}{plot}</figure>")
         heads = [(entry or {}).get("heads") or [] for entry in found]
         by_head = _by_head(heads)
         if len(by_head) > 1:
             title = f"<h3>{text(names.get(key, key))}, by KV head</h3>"
-            plot = _errors_map(by_head, columns, "KV head", None)
+            plot = _errors_map(by_head, columns, "KV head", None, largest)
             figures.append(f"<figure>{title}{plot}</figure>")
     lost = _lost_values(layers, names)
     plots = f'<div class="plots">{"".join(figures)}</div>' if figures else ""
@@ -101,7 +108,11 @@ def layer_errors(report: Report) -> str:
 
 
 def _errors_map(
-    rows: list[list[float | None]], columns: list[str], y_name: str, names: list[str] | None
+    rows: list[list[float | None]],
+    columns: list[str],
+    y_name: str,
+    names: list[str] | None,
+    largest: float,
 ) -> str:
     return heat_map(
         rows,
@@ -111,6 +122,7 @@ def _errors_map(
         row_names=names,
         form=lambda x: f"{x:.1%}",
         alarm=_UNUSUAL_ERROR,
+        bounds=(0.0, largest),
     )
 
 
@@ -129,28 +141,31 @@ def _by_head(heads: Sequence[Sequence[Any]]) -> list[list[float | None]]:
 
 def _lost_values(layers: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
     """The layers that lose most values to clipping and to zero."""
-    rows = []
+    rows, seen = [], set()
     for layer in layers:
         for key, entry in (layer.get("errors") or {}).items():
-            clipped, flushed = (
-                max(_finite(entry.get(f"{kind}_{what}")) or 0.0 for kind in "kv")
+            shares = [
+                _finite(entry.get(f"{kind}_{what}")) or 0.0
                 for what in ("clipped", "flushed")
-            )
-            if clipped > 0 or flushed > 0.02:
-                cells = [
-                    f"{layer.get('index')}", text(names.get(key, key)),
-                    *(number(entry.get(f"{k}_{w}"), "{:.2%}")
-                      for w in ("clipped", "flushed") for k in "kv"),
-                ]  # fmt: skip
+                for kind in "kv"
+            ]
+            clipped, flushed = max(shares[:2]), max(shares[2:])
+            known = (layer.get("index"), *shares)  # of the same scales with other arithmetic
+            if (clipped > _CLIPPED or flushed > _FLUSHED) and known not in seen:
+                seen.add(known)
+                cells = [str(layer.get("index")), text(names.get(key, key))]
+                cells += [number(share, "{:.2%}") for share in shares]
                 rows.append((-clipped, -flushed, cells))
     if not rows:
-        return '<p class="note">No layer clips a value or flushes more than 2 % to zero.</p>' * any(
-            layer.get("errors") for layer in layers
+        none = (
+            f"No layer clips more than {_CLIPPED:.2%} of K or V or flushes more than "
+            f"{_FLUSHED:.0%} to zero."
         )
+        return f'<p class="note">{none}</p>' if any(layer.get("errors") for layer in layers) else ""
     rows.sort(key=lambda row: row[:2])
     more = f'<p class="note">and {len(rows) - 12} more</p>' if len(rows) > 12 else ""
     head = ["layer", "cache", "K clipped", "V clipped", "K to zero", "V to zero"]
-    return table(head, [cells for _, _, cells in rows[:12]]) + more
+    return table(head, [cells for _, _, cells in rows[:12]], words=True) + more
 
 
 def ranges(report: Report) -> str:
@@ -199,6 +214,7 @@ def needle(report: Report) -> str:
             columns=[str(length) for length in lengths],
             row_names=[f"{depth:.0%}" for depth in depths],
             form=lambda x: f"{x:.0%}",
+            bounds=(0.0, 1.0),
         )
         if plot:
             figures.append(f"<figure><h3>{text(title)}</h3>{plot}</figure>")
@@ -292,7 +308,7 @@ def sensitivity(found: Any) -> str:
         x_name="bytes of the cache, % of 16 bit",
         y_name="mean KL",
         x_labels=[(m.x, f"{m.x:.0f}") for m in (*marks[:1], *marks[1:][-1:])],
-        form=lambda x: f"{x:.3g}",
+        form=lambda x: f"{x:.2g}",
         limit=_finite((found.get("budget") or {}).get("kl")),
     )
     skipped = " ".join(map(str, found.get("skip_layers") or []))

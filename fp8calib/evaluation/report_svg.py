@@ -33,14 +33,17 @@ def heat_map(
     logarithmic: bool = False,
     alarm: float | None = None,
     row_names: Sequence[str] | None = None,
+    bounds: tuple[float, float] | None = None,
 ) -> str:
     """Cells [row][column], darker for larger; those above `alarm` get a frame. None leaves a gap.
-    The scale under it runs from the smallest to the largest value."""
+    Colours run from the smallest to the largest value (from 0 if not logarithmic), or between
+    `bounds`."""
     known = [x for row in rows for x in row if x is not None and math.isfinite(x)]
     if not known:
         return ""
     names = row_names or [str(number) for number in range(len(rows))]
-    place = _scale(known, logarithmic)
+    low, high = bounds or (min(known) if logarithmic else min(0.0, *known), max(known))
+    place = _scale(known, logarithmic, low, high)
     width = (_WIDTH - _LEFT - _RIGHT) / len(columns)
     height = max(9.0, min(22.0, 170 / len(rows)))
     bottom = _TOP + height * len(rows)
@@ -50,7 +53,7 @@ def heat_map(
             if value is None:
                 continue
             finite = math.isfinite(value)
-            share = place(value) if finite else 1.0
+            share = min(max(place(value), 0.0), 1.0) if finite else 1.0
             frame = " alarm" if alarm is not None and (not finite or value > alarm) else ""
             title = f"{x_name} {columns[x]}, {y_name} {names[y]}: {form(value)}"
             cells.append(
@@ -67,7 +70,7 @@ def heat_map(
         for x in _few(len(columns), 10)
     ]
     labels.append(_text(_LEFT, bottom + 28, f"{x_name}s across, {y_name}s down"))
-    legend = _legend(bottom + 20, form(min(known)), form(max(known)))
+    legend = _legend(bottom + 20, form(low), form(high))
     return _svg(bottom + 36, [*cells, *labels, legend], f"{y_name} by {x_name}")
 
 
@@ -84,13 +87,14 @@ def _legend(y: float, low: str, high: str) -> str:
     return boxes + ends
 
 
-def _scale(known: Sequence[float], logarithmic: bool) -> Callable[[float], float]:
+def _scale(
+    known: Sequence[float], logarithmic: bool, low: float, high: float
+) -> Callable[[float], float]:
     """Values to 0..1."""
-    if logarithmic and max(known) > 0:
+    if logarithmic and high > 0:
         smallest = min(x for x in known if x > 0)
-        low, high = math.log(smallest), math.log(max(known))
+        low, high = math.log(max(low, smallest)), math.log(high)
         return lambda x: (math.log(max(x, smallest)) - low) / (high - low) if high > low else 1.0
-    low, high = min(0.0, *known), max(known)
     return lambda x: (x - low) / (high - low) if high > low else 0.0
 
 
