@@ -78,7 +78,7 @@ def print_side_by_side(
 ) -> None:
     """Print two texts to stdout, each below its heading and in three parts: what they share, where
     they part (marked by brackets, and by colour on a terminal), and the rest."""
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table = Table(expand=True, header_style="bold")
     cells = []
     for heading, (shared, differing, rest) in (left, right):
         table.add_column(heading, ratio=1, overflow="fold")
@@ -86,7 +86,10 @@ def print_side_by_side(
         if differing:
             cells[-1].append(f"[{differing}]", style="bold reverse").append(rest)
     table.add_row(*cells)
-    Console(highlight=False, emoji=False).print(table)
+    stdout = Console(highlight=False, emoji=False)
+    stdout.print(Text(title, style="italic"), soft_wrap=True)
+    stdout.print(table)
+    stdout.print(Text(caption), "", soft_wrap=True, sep="\n")
 
 
 class Bar:

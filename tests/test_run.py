@@ -16,6 +16,9 @@ from made_scales import calibrated, rewritten
 from fp8calib import LLM, SamplingParams
 from fp8calib.cli import main
 from fp8calib.errors import UserError
+from fp8calib.evaluation.comparison import compare
+from fp8calib.runtime.config import EngineConfig
+from fp8calib.runtime.loader import load
 
 Tiny = Callable[..., Path]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -164,6 +167,157 @@ def test_stop_and_length(tiny: Tiny, llm: LLM, capsys: pytest.CaptureFixture[str
     (output,) = report["outputs"]
     assert output["text"] == text[: text.find(text[3:5])]
     assert (output["finish_reason"], output["stop_reason"]) == ("stop", text[3:5])
+
+
+def test_several_answers_and_log_probabilities(
+    tiny: Tiny, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["-p", "one", "-p", "two", "-n", "2", "--temperature", "1", "--seed", "4"]
+    params = SamplingParams(n=2, max_tokens=12, ignore_eos=True, seed=4, logprobs=1)
+    expected = [o for output in llm.generate(["one", "two"], params) for o in output.outputs]
+    report = run_json(capsys, tiny(), *args, "--logprobs", "1")
+    assert [o["text"] for o in report["outputs"]] == [o.text for o in expected]
+    assert [(o["prompt"], o["index"]) for o in report["outputs"]] == [
+        *(("one", 0), ("one", 1), ("two", 0), ("two", 1))
+    ]
+    entry = report["outputs"][0]["logprobs"][0][str(expected[0].token_ids[0])]
+    assert expected[0].logprobs is not None
+    assert entry["logprob"] == pytest.approx(
+        expected[0].logprobs[0][expected[0].token_ids[0]].logprob, abs=1e-5
+    )
+    code, out, _ = call(capsys, "run", tiny(), *args, *FIXED)
+    assert code == 0 and out.startswith(f"==> one (1 of 2) <==\n{expected[0].text}\n\n==> one (2")
+
+
+def test_every_sampling_option_arrives(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {
+        "--top-p": ("top_p", 0.9),
+        "--top-k": ("top_k", 7),
+        "--min-p": ("min_p", 0.05),
+        "--repetition-penalty": ("repetition_penalty", 1.1),
+        "--presence-penalty": ("presence_penalty", 0.5),
+        "--frequency-penalty": ("frequency_penalty", -0.5),
+        "--min-tokens": ("min_tokens", 3),
+        "--temperature": ("temperature", 0.7),
+        "--seed": ("seed", 9),
+    }
+    words = [str(word) for option, (_, value) in given.items() for word in (option, value)]
+    report = run_json(capsys, tiny(), "-p", "a", *words, "--stop-token-id", "5")
+    wanted = dict(given.values()) | {"stop_token_ids": [5], "ignore_eos": True, "max_tokens": 12}
+    assert {name: report["sampling_params"][name] for name in wanted} == wanted
+
+
+def test_memory_options(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two float32 layers of two KV heads of 16: a page of 16 tokens has 8,192 bytes."""
+    size = ["--kv-cache-memory", "32KiB", "--max-model-len", "64", "--max-num-seqs", "2"]
+    report = run_json(capsys, tiny(), "-p", "a", "-p", "b", "-p", "c", *size)
+    assert report["stats"]["pages_total"] == 4
+    assert report["stats"]["kv_bytes"] <= 4 * 8_192
+    code, _, err = call(capsys, "run", tiny(), "-p", "a", "--kv-cache-memory", "1kB")
+    assert code == 2 and "KV cache hold 0 tokens" in err
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "words"),
+    [
+        ([], "QK and PV in float32"),
+        (["--kv-cache-dtype", "fp8"], "QK and PV on FP8 pages, queries and probabilities in float"),
+        (
+            ["--kv-cache-dtype", "fp8", "--attention", "fp8", "--skip-layers", "0"],
+            "queries quantized by scale 1.0; PV in e4m3, probabilities too; in native layers, ",
+        ),
+    ],
+)
+def test_the_arithmetic_is_printed(
+    kv_cache: list[str], words: str, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(capsys, "run", tiny(), "-p", "a", *FIXED, *kv_cache)
+    assert code == 0 and words in err
+    assert words in run_json(capsys, tiny(), "-p", "a", *kv_cache)["arithmetic"]
+
+
+# --- native and FP8 side by side -----------------------------------------------------------------
+
+
+def compared(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
+    return run_json(capsys, *args, "--compare", "-p", "The quick brown fox", "-p", "1 2 3 " * 8)
+
+
+def test_compare_is_both_runs_and_their_gap(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native = tokens_of(capsys, checkpoint, "--kv-cache-dtype", "bfloat16")
+    fp8 = tokens_of(capsys, checkpoint)
+    report = compared(capsys, checkpoint)
+    assert [pair["native"]["token_ids"] for pair in report["pairs"]] == native
+    assert [pair["fp8"]["token_ids"] for pair in report["pairs"]] == fp8
+    assert native != fp8
+    for pair, one, other in zip(report["pairs"], native, fp8, strict=True):
+        same = [a == b for a, b in zip(one, other, strict=True)]
+        assert pair["first_difference"] == (None if all(same) else same.index(False))
+        assert len(pair["logprob_gaps"]) == 12 and any(pair["logprob_gaps"])
+    plain, quantized = report["native"], report["fp8"]
+    assert plain["kv_cache"] == "bfloat16" and "attn_head" in quantized["kv_cache"]
+    assert quantized["kv_bytes_per_token"] == 2 * 2 * (16 + 16)
+    assert plain["kv_bytes_per_token"] == 2 * quantized["kv_bytes_per_token"]
+    assert plain["kv_bytes"] == 2 * quantized["kv_bytes"]
+
+
+def test_the_gap_is_of_the_same_tokens(checkpoint: Path, tiny: Tiny) -> None:
+    """Against two engines that are given prompt and native answer as a prompt."""
+    loaded = load(str(checkpoint))
+    ids = loaded.tokenizer("The quick brown fox")["input_ids"]
+    (pair,) = compare(loaded, EngineConfig(), [("a", ids)], GREEDY).pairs
+    answer = pair.native.token_ids
+    scoring = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    prompt = {"prompt_token_ids": [*ids, *answer]}
+    values = []
+    for word in ("fp8", "bfloat16"):
+        output = LLM(str(checkpoint), kv_cache_dtype=word).generate(prompt, scoring)[0]
+        assert output.prompt_logprobs is not None
+        places = zip(answer, output.prompt_logprobs[len(ids) :], strict=True)
+        values.append([place[token].logprob for token, place in places if place])
+    gaps = [a - b for a, b in zip(*values, strict=True)]
+    assert pair.logprob_gaps == pytest.approx(gaps, abs=0.02)
+    assert max(map(abs, gaps)) > 0.1, "there is no gap: this proves nothing"
+
+
+def test_compare_shows_the_first_differing_token(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    report = compared(capsys, checkpoint)
+    prompts = ("-p", "The quick brown fox", "-p", "1 2 3 " * 8)
+    code, out, err = call(capsys, "run", checkpoint, "--compare", *prompts, *FIXED)
+    assert code == 0
+    assert "native" in out and "fp8" in out and "The quick brown fox" in out
+    (first, *_) = [p for p in report["pairs"] if p["first_difference"] is not None]
+    assert f"token {first['first_difference'] + 1} is the first to differ" in out
+    assert "log-probability gap" in out
+    assert "bytes/token" in err and "nats apart in the mean" in err
+
+
+def test_compare_of_an_fp8_cache_that_changes_nothing(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = (tiny(), "--kv-cache-dtype", "fp8", "--skip-layers", "0")
+    code, out, _ = call(capsys, "run", *args, "--compare", "-p", "a", "--max-tokens", "1")
+    assert code == 0 and "all 1 tokens are the same" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "there is nothing to compare: both caches would be native"),
+        (["--kv-cache-dtype", "fp8", "-n", "2"], "one answer to each prompt"),
+        (["--kv-cache-dtype", "fp8", "--max-model-len", "4"], "a prompt has"),
+    ],
+)
+def test_compare_refuses(
+    args: list[str], message: str, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(capsys, "run", tiny(), "--compare", "-p", "abcdef", *args)
+    assert (code, out) == (2, "") and message in err
 
 
 # --- formats through the command line ------------------------------------------------------------
