@@ -20,17 +20,17 @@ def make_engine(run: Run, num_seqs: int, max_model_len: int) -> Engine:
     words = FP8_WORDS if kv_format.fp8_layers else NATIVE_WORDS
     value = kv_format.fp8_format if kv_format.fp8_layers else kv_format.native
     native = [str(layer.index) for layer in loaded.layers if not kv_format.is_fp8(layer)]
-    blocks = num_seqs * (-(-max_model_len // _BLOCK) + 1)
+    whole = -(-max_model_len // _BLOCK) * _BLOCK  # sequences of whole blocks: none is preempted
     per_token = run.variant.facts(loaded.layers)["kv_bytes_per_token"]
     config = EngineConfig(
         kv_cache_dtype=next(word for word, meaning in words.items() if meaning == value),
         kv_cache_dtype_skip_layers=native,
         attention=kv_format.arithmetic,
         missing_scales="one",  # whether that is allowed was decided when the variant was made
-        max_model_len=max_model_len,
+        max_model_len=min(whole, loaded.max_model_len),
         max_num_seqs=num_seqs,
         max_num_batched_tokens=max(2048, num_seqs),
-        kv_cache_memory_bytes=blocks * _BLOCK * per_token,
+        kv_cache_memory_bytes=num_seqs * (whole + _BLOCK) * per_token,
     )
     engine = Engine(loaded if kv_format.scales is not None else _without_scales(loaded), config)
     # scales are arrays, which do not compare; they come from the same checkpoint
