@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import fp8calib
+from fp8calib.checkpoint.card_accuracy import accuracy_section
+from fp8calib.cli import main
 from fp8calib.console import json_text
 from fp8calib.evaluation import verify
 from fp8calib.evaluation.report_html import report_html, write_html
@@ -49,9 +51,13 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def report(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="module")
+def report(tiny: Callable[..., Path], folder: Path) -> dict[str, Any]:
     """A real report of a checkpoint with scales per head, with needles and generation."""
-    folder = tmp_path_factory.mktemp("report")
     data = folder / "texts.jsonl"
     lines = [{"text": f"{n} squared is {n * n}, and {n} cubed is {n**3}; " * 3} for n in range(8)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -65,7 +71,7 @@ def report(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
 def test_the_page_says_everything(report: dict[str, Any]) -> None:
     page = Page(report_html(report))
     headings = [
-        "What the cache costs", "Gates", "Mean KL by position", "Where it hurts",
+        "What the cache costs", "Gates", "Where it hurts",
         "Ranges that calibration saw", "Needles in long text", "Greedy generation",
         "How it was measured",
     ]  # fmt: skip
@@ -135,6 +141,15 @@ def test_failed_gates_come_first(report: dict[str, Any]) -> None:
     assert f"Fails {failed} of {len(gates)} gates" in text and "inconclusive" in text
 
 
+def test_kl_by_position_is_drawn_where_there_are_positions(report: dict[str, Any]) -> None:
+    assert "Mean KL by position" not in report_html(report)  # all in the first thousand tokens
+    variants = [dict(variant) for variant in report["variants"]]
+    (first,) = variants[1]["kl_by_position"]
+    variants[1]["kl_by_position"] = [first, first | {"start": 1024, "end": 4096}]
+    page = Page(report_html({**report, "variants": variants}))
+    assert "Mean KL by position" in page.text and "1k-4k" in page.text
+
+
 def test_write_html(report: dict[str, Any], tmp_path: Path) -> None:
     write_html({**report, "model": "lone \ud800 surrogate"}, tmp_path / "out.html")
     assert "lone ? surrogate" in (tmp_path / "out.html").read_text(encoding="utf-8")
@@ -153,3 +168,61 @@ def test_plots_of_odd_numbers() -> None:
             assert "nan%" not in svg and "inf%" not in svg
     assert line_plot([], x_labels=[], **names) == ""
     Page(line_plot([("a", [Mark(0, 0.0)])], x_labels=[(0, "0")], **names))
+
+
+# --- the same numbers elsewhere
+
+
+def test_plots_and_model_card_from_the_command(
+    report: dict[str, Any], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(folder / "out")
+    args = [out, "--dataset", str(folder / "texts.jsonl"), "--max-kl", "9", "--min-top1", "0.01"]
+    args += ["--max-ppl-increase", "9", "--report", str(tmp_path / "r.html"), "--png", "--card"]
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", *args, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert stop.value.code == 0
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {"r.html", "r-kl.png", "r-amax-k.png", "r-amax-v.png", "r-error-scale_1.png"}
+    for path in tmp_path.glob("*.png"):
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    card = (folder / "out" / "README.md").read_text()
+    assert "## Accuracy" in card
+    for variant in found["variants"][1:]:
+        row = next(line for line in card.splitlines() if line.startswith(f"| {variant['title']} |"))
+        assert f"{variant['kl']['value']:.5f}" in row and f"{variant['kl']['low']:.5f}" in row
+    record = json.loads((folder / "out" / "fp8calib.json").read_text())["accuracy"]
+    assert record["text"]["tokens"] == found["dataset"]["tokens"] and record["ok"]
+
+
+def test_extras_that_cannot_be_had_are_refused_first(
+    tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main(["verify", str(tiny()), *args])
+        assert stop.value.code == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "--png needs --report" in refused("--png")
+    assert "no checkpoint that fp8calib calibrated" in refused("--card")
+    monkeypatch.setattr("fp8calib.evaluation.report_png.find_spec", lambda name: None)
+    assert "pip install 'fp8calib[report]'" in refused("--png", "--report", "x.html")
+
+
+@pytest.mark.parametrize("record", [None, 3, {}, {"text": 1}, {"text": {}, "variants": "x"}])
+def test_a_record_that_is_none_gives_no_section(record: Any) -> None:
+    assert accuracy_section(record) == ""
+
+
+def test_titles_do_not_break_the_table() -> None:
+    variant = {"perplexity": 1.0, "ppl_increase": 0.0, "kl": 0.0, "top1": 1.0}
+    record = {
+        "text": {"name": "a\n## b", "split": None, "documents": 1, "tokens": 2},
+        "variants": [{"title": "native", **variant}, {"title": "x|y\n# z", **variant}],
+    }
+    lines = accuracy_section(record).splitlines()
+    assert not [line for line in lines if line.startswith("# ")]
+    assert [line for line in lines if line.startswith("## ")] == ["## Accuracy"]
+    assert lines[-1].startswith("| x\\|y # z |")

@@ -361,7 +361,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
         (["--budget-kl", "0.1", "--keep-bytes", "60"], "give one budget"),
         (["--budget-kl", "-1"], "must be above 0"),
         (["--kv-cache-dtype", "bfloat16"], "is not FP8"),
-        (["--apply"], "calibrate it first"),
+        (["--apply"], "no checkpoint that fp8calib calibrated"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(

@@ -17,6 +17,15 @@ from fp8calib.checkpoint.scheme import needed_kv_cache_dtype
 from fp8calib.errors import CheckpointError
 
 
+def check_amendable(model: str | Path) -> None:
+    """Raise CheckpointError where `amend` would have nothing to change."""
+    folder = Path(model)
+    if not folder.is_dir() or open_checkpoint(folder).sidecar is None:
+        raise CheckpointError(
+            f"{model} has no {SIDECAR} to write into: it is no checkpoint that fp8calib calibrated"
+        )
+
+
 def amend(folder: Path, *, skip_layers: Sequence[str] | None = None, **entries: Any) -> None:
     """Put `entries` into fp8calib.json and write the model card anew; each file is replaced whole.
 
@@ -28,10 +37,9 @@ def amend(folder: Path, *, skip_layers: Sequence[str] | None = None, **entries: 
     Raises:
         CheckpointError: the folder has no fp8calib.json, or cannot be written.
     """
+    check_amendable(folder)
     checkpoint = open_checkpoint(folder)
-    if checkpoint.sidecar is None:
-        raise CheckpointError(f"{folder} has no {SIDECAR}: calibrate it first")
-    sidecar = dict(checkpoint.sidecar) | entries
+    sidecar = dict(checkpoint.sidecar or {}) | entries
     if skip_layers is not None:
         sidecar["skip_layers"] = list(skip_layers)
         if isinstance(recipe := sidecar.get("recipe"), dict):

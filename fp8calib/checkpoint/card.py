@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from fp8calib import __version__
+from fp8calib.checkpoint.card_accuracy import accuracy_section
 from fp8calib.checkpoint.paths import safe_file
 from fp8calib.checkpoint.serving import serve_command, serving_notes
 from fp8calib.errors import CheckpointError
@@ -50,12 +51,13 @@ def model_card(
     )
     facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(scales, sidecar))
     front = yaml.safe_dump(matter, sort_keys=False, allow_unicode=True)
+    accuracy = accuracy_section(sidecar.get("accuracy"))
     return f"""---
 {front}---
 
 # {name}
 
-{base or source.resolve().name} with calibrated scales for an FP8 (e4m3) KV cache.
+{base or _original(source, sidecar)} with calibrated scales for an FP8 (e4m3) KV cache.
 There is a scale for {kinds}, {per}. {_weights(sidecar)}
 
 ```sh
@@ -69,7 +71,7 @@ There is a scale for {kinds}, {per}. {_weights(sidecar)}
 | | |
 |---|---|
 {facts}
-
+{accuracy}
 `fp8calib.json` holds the full record: every layer's maxima, the versions, the data's fingerprint.
 """
 
@@ -93,6 +95,12 @@ def _base_model(model: str, own: dict[str, Any]) -> str | None:
         return model
     named = own.get("base_model")
     return named if isinstance(named, str) and _HUB_ID.fullmatch(named) else None
+
+
+def _original(source: Path, sidecar: dict[str, Any]) -> str:
+    """The original's name without its path: as calibration was told it, else the source's."""
+    told = str(sidecar.get("model") or "").rstrip("/").rpartition("/")[2]
+    return told.removeprefix("demo:") or source.resolve().name
 
 
 def _weights(sidecar: dict[str, Any]) -> str:

@@ -172,6 +172,14 @@ def verify(
         str | None,
         typer.Option(metavar="FILE.xml", help="Write the gates as JUnit test cases."),
     ] = None,
+    png: Annotated[
+        bool,
+        typer.Option("--png", help="With --report: its plots beside it as PNG (extra [report])."),
+    ] = False,
+    card: Annotated[
+        bool,
+        typer.Option("--card", help="Put the numbers into the checkpoint's model card."),
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace earlier files of these names.")
     ] = False,
@@ -190,6 +198,7 @@ def verify(
 
     resolve_model(model)  # a wrong name is told before torch is loaded
     files = _files(given)
+    _check_extras(model, png, card, files)
     names = "dataset split text_column messages_column samples max_seq_len seed kv_cache_dtype "
     names += "attention missing_scales variants assume_skip_flag against noise_floor generation "
     names += "needle needle_trials task_folder task_limit device dtype trust_remote_code"
@@ -198,7 +207,7 @@ def verify(
     chosen["needle_lengths"] = _lengths(needle_lengths)
     chosen["tasks"] = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     result = _run(model, gates, chosen, engine, python, files.get("junit"))
-    _finish(result, files, json)
+    _finish(result, files, png, card, json)
 
 
 def _gates(given: dict[str, Any], recipe: str | None) -> Gates:
@@ -270,7 +279,25 @@ def _run(
         raise
 
 
-def _finish(result: Verification, files: dict[str, Path], json: bool) -> None:
+def _check_extras(model: str, png: bool, card: bool, files: dict[str, Path]) -> None:
+    """Refuse --png and --card where they cannot be done, before any work."""
+    from fp8calib.errors import UserError
+
+    if png:
+        from fp8calib.evaluation.report_png import check_matplotlib
+
+        if "report" not in files:
+            raise UserError("--png needs --report: the plots lie beside that file")
+        check_matplotlib()
+    if card:
+        from fp8calib.checkpoint.amend import check_amendable
+
+        check_amendable(model)
+
+
+def _finish(
+    result: Verification, files: dict[str, Path], png: bool, card: bool, json: bool
+) -> None:
     from dataclasses import replace
 
     from fp8calib.cli.command_line import command_line
@@ -278,10 +305,20 @@ def _finish(result: Verification, files: dict[str, Path], json: bool) -> None:
     from fp8calib.console import print_json
     from fp8calib.errors import CheckFailed
     from fp8calib.evaluation.report_file import write_junit, write_report
+    from fp8calib.models import resolve_model
 
     result = replace(result, command=command_line())
     if "report" in files:
         write_report(result, files["report"])
+    if png:
+        from fp8calib.evaluation.report_png import write_pngs
+
+        write_pngs(result.to_dict(), files["report"])
+    if card and not result.partial:
+        from fp8calib.checkpoint.amend import amend
+        from fp8calib.checkpoint.card_accuracy import accuracy_record
+
+        amend(resolve_model(result.model), accuracy=accuracy_record(result.to_dict()))
     if "junit" in files:
         write_junit(result, files["junit"])
     if json:

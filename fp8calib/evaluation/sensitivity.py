@@ -10,11 +10,11 @@ from typing import Any
 
 from fp8calib import __version__
 from fp8calib.checkpoint import Checkpoint, open_checkpoint
-from fp8calib.checkpoint.amend import amend
+from fp8calib.checkpoint.amend import amend, check_amendable
 from fp8calib.checkpoint.folder import SIDECAR
 from fp8calib.checkpoint.serving import SKIP_FLAG
 from fp8calib.data import TokenData
-from fp8calib.errors import CheckpointError, UserError
+from fp8calib.errors import UserError
 from fp8calib.evaluation.attention_errors import LayerError, layer_errors
 from fp8calib.evaluation.end_to_end import VerifyConfig, describe
 from fp8calib.evaluation.sensitivity_measure import Exemption, Loss, Measurements, Memory
@@ -172,7 +172,7 @@ def sensitivity(
     folder = resolve_model(model)
     checkpoint = open_checkpoint(folder)
     if apply:
-        _check_applicable(checkpoint)
+        check_amendable(folder)
     if config.kv_cache_dtype in NATIVE_WORDS:
         raise UserError(f"--kv-cache-dtype {config.kv_cache_dtype} is not FP8: nothing to search")
     data, warnings = load_text(model, folder, checkpoint.sidecar or {}, text)
@@ -288,14 +288,6 @@ def _identity(
         served=(str(served.native), served.fp8_format, served.arithmetic, scales),
         where=(config.device, version("torch"), version("transformers")),
     )
-
-
-def _check_applicable(checkpoint: Checkpoint) -> None:
-    if checkpoint.sidecar is None:
-        raise CheckpointError(
-            f"{checkpoint.path} has no {SIDECAR} to write skip layers into: calibrate it first, "
-            "or leave --apply out and pass the flag to vLLM"
-        )
 
 
 def apply_skip_layers(checkpoint: Checkpoint, found: Sensitivity) -> None:
