@@ -297,7 +297,9 @@ def test_apply_records_the_layers_where_everything_reads_them(
     out = tmp_path / "out"
     fp8calib.calibrate(fragile_model, out, dataset=texts)
     args = ["--dataset", texts, "--keep-bytes", "40", "--apply"]
-    code, _, err = call(capsys, str(out), *args)
+    page = tmp_path / "found.html"
+    code, _, err = call(capsys, str(out), *args, "--report", str(page))
+    assert "Each layer alone in FP8" in page.read_text() and "vLLM needs" in page.read_text()
     assert code == 0 and "vLLM needs: --kv-cache-dtype-skip-layers" in err
     sidecar = json.loads((out / "fp8calib.json").read_text())
     (layer,) = sidecar["skip_layers"]

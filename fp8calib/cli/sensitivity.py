@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,6 +56,13 @@ def sensitivity(
         ),
     ] = None,
     missing_scales: options.MissingScales = "refuse",
+    report: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the result as FILE.html or FILE.json."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier file of that name.")
+    ] = False,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on from what an interrupted run has measured."),
@@ -77,6 +85,9 @@ def sensitivity(
     if budget_kl is None and keep_bytes is None:
         budget_kl = Gates().max_kl
     resolve_model(model)  # a wrong name is told before torch is loaded
+    from fp8calib.evaluation.report_file import check_file
+
+    file = check_file("--report", report, (".html", ".json"), overwrite) if report else None
     from fp8calib.cli.command_line import command_line
     from fp8calib.console import print_json
     from fp8calib.evaluation.sensitivity import sensitivity as run
@@ -101,12 +112,26 @@ def sensitivity(
         resume=resume,
         **{name: value for name, value in text.items() if value is not None},
     )
+    if file is not None:
+        _write(result, file)
     if json:
         print_json(result.to_dict())
     else:
         _show(result, apply)
     if result.partial:
         raise KeyboardInterrupt
+
+
+def _write(result: Sensitivity, file: Path) -> None:
+    from fp8calib.console import json_text
+    from fp8calib.evaluation.report_file import write_text
+    from fp8calib.evaluation.report_sensitivity import sensitivity_html
+
+    content = result.to_dict()
+    if file.suffix == ".json":
+        write_text(file, json_text(content) + "\n")
+    else:
+        write_text(file, sensitivity_html(content, verdict(result)))
 
 
 def _show(result: Sensitivity, applied: bool) -> None:

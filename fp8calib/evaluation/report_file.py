@@ -47,6 +47,11 @@ def write_report(result: Verification, path: Path) -> None:
         _write_whole(path, lambda place: write_html(content, place))
 
 
+def write_text(path: Path, content: str) -> None:
+    """Write a text file, whole or not at all."""
+    _write_whole(path, lambda place: place.write_text(content, encoding="utf-8", errors="replace"))
+
+
 def write_junit(result: Verification, path: Path) -> None:
     """A test case for each gate, and one that says whether the run was complete."""
     cases = []

@@ -57,7 +57,7 @@ def report_html(report: Report) -> str:
         sections.generation(report),
         sections.tasks(report),
         sections.sensitivity(report.get("sensitivity")),
-        _how(report),
+        how(report),
     ]
     return page(f"FP8 KV cache of {report.get('model')}", parts)
 
@@ -247,7 +247,8 @@ def _gates(report: Report) -> str:
     return section("Gates", table(head, rows, words=True) if rows else "", note=note)
 
 
-def _how(report: Report) -> str:
+def how(report: Report) -> str:
+    """Command, versions and text."""
     versions = ", ".join(f"{name} {v}" for name, v in (report.get("versions") or {}).items())
     data = report.get("dataset") or {}
     facts: list[tuple[str, Any]] = [
@@ -257,6 +258,7 @@ def _how(report: Report) -> str:
         ("compared with", report.get("against")),
         ("layers in 16 bit", " ".join(map(str, report.get("skip_layers") or []))),
         ("versions", versions),
+        ("text", " ".join(map(str, filter(None, (data.get("name"), data.get("split")))))),
         ("text fingerprint", data.get("fingerprint")),
         ("date", report.get("date")),
         ("seconds", number(report.get("seconds"), "{:,.1f}")),
