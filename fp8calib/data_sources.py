@@ -129,9 +129,7 @@ def _join(paragraphs: list[str], size: int) -> Iterator[str]:
 
 def _folder(folder: Path, split: str | None, passage_chars: int) -> list[Part]:
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        from datasets import load_from_disk  # what `Dataset.save_to_disk` wrote
-
-        return [_pick_split(str(folder), load_from_disk(str(folder)), split)]
+        return [_pick_split(str(folder), _saved(folder), split)]
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in _SUFFIXES]
     if not files:
         raise DataError(f"{folder} holds no file that can be read; {_ACCEPTED}")
@@ -142,6 +140,19 @@ def _folder(folder: Path, split: str | None, passage_chars: int) -> list[Part]:
         if not files:
             raise DataError(f"{folder} holds no file with the split's name, {split}, in its name")
     return [_file(path, passage_chars) for path in files]
+
+
+def _saved(folder: Path) -> Any:
+    """What `Dataset.save_to_disk` wrote."""
+    from datasets import load_from_disk
+
+    try:
+        return load_from_disk(str(folder))
+    except Exception as problem:  # it trusts its files, and fails wherever one is damaged
+        raise DataError(
+            f"{folder} cannot be read as a saved dataset: {type(problem).__name__}: "
+            f"{_first_line(problem):.200}"
+        ) from problem
 
 
 def _file(path: Path, passage_chars: int) -> Part:

@@ -186,7 +186,7 @@ def parse_content(content: Any, where: str) -> Recipe:
 def _explain(error: Any) -> str:
     key = ".".join(map(str, error["loc"]))
     if error["type"] != "extra_forbidden":
-        return f"{key}: {error['msg'].removeprefix('Value error, ')}, got {error['input']!r}"
+        return f"{key}: {error['msg'].removeprefix('Value error, ')}, got {error['input']!r:.80}"
     section = {"calibration": Calibration, "gates": Gates}.get(str(error["loc"][0]))
     model: Any = Recipe if section is None or len(error["loc"]) == 1 else section
     known = list(model.model_fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from fp8calib.architectures import check_architecture
 from fp8calib.calibration import record
 from fp8calib.calibration.findings import data_findings, range_findings
 from fp8calib.calibration.observers import make_scales, share_ranges
-from fp8calib.calibration.progress_file import discard, fingerprint
+from fp8calib.calibration.progress_file import claimed, discard, fingerprint
 from fp8calib.calibration.ranks import Ranks, check_agreement, first_alone, ranks
 from fp8calib.calibration.report import KindReport, kind_reports
 from fp8calib.checkpoint import (
@@ -89,6 +90,7 @@ def calibrate(
     checkpoint_every: int | None = None,
     resume: bool = False,
     trust_remote_code: bool = False,
+    name: str | None = None,
     **options: Any,
 ) -> CalibrationResult:
     """Calibrate FP8 KV-cache scales for `model` and write them as a checkpoint.
@@ -108,6 +110,7 @@ def calibrate(
         checkpoint_every: save what was observed every so many batches.
         resume: go on from what was saved so.
         trust_remote_code: run model code that comes with the checkpoint.
+        name: what the model card calls the checkpoint; the output's name where None.
         options: keys of the recipe's calibration section (see `fp8calib.recipe.Calibration`) that
             override it, e.g. ``strategy="attn_head"``, ``dataset="data.jsonl"``, ``samples=64``.
 
@@ -128,6 +131,7 @@ def calibrate(
         overwrite_scales=overwrite_scales,
         checkpoint_every=checkpoint_every,
         resume=resume,
+        name=name,
     )
     with ranks() as mine:
         how = replace(how, device=mine.device(device))
@@ -152,6 +156,7 @@ class _How:
     overwrite_scales: bool
     checkpoint_every: int | None
     resume: bool
+    name: str | None
 
     @property
     def load(self) -> dict[str, Any]:
@@ -202,6 +207,15 @@ def _quantize_first(
 
 
 def _calibrate_kv(
+    plan: CalibrationResult, source: Path, how: _How, mine: Ranks
+) -> CalibrationResult:
+    assert plan.output is not None
+    state = how.checkpoint_every or how.resume
+    with claimed(plan.output, mine.rank) if state else nullcontext():
+        return _observe_and_write(plan, source, how, mine)
+
+
+def _observe_and_write(
     plan: CalibrationResult, source: Path, how: _How, mine: Ranks
 ) -> CalibrationResult:
     """Observe the model in `source`, make its scales, write them beside its weights."""
@@ -295,6 +309,7 @@ def _write(
         overwrite=how.overwrite,
         replace_scales=how.overwrite_scales,
         more_files={record.HISTOGRAMS: record.pack(ranges)},
+        name=how.name,
     )
 
 

@@ -7,11 +7,15 @@ fingerprint of everything that they depend on.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,34 @@ def state_folder(output: Path) -> Path:
 def fingerprint(**facts: Any) -> str:
     """Of all that the statistics depend on: a resumed run must have the same."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@contextmanager
+def claimed(output: Path, rank: int) -> Iterator[None]:
+    """Keep the state of `output` for this process while the block runs: two runs that saved into
+    the same folder would mix what they have seen.
+
+    Raises:
+        UserError: another run has it.
+    """
+    folder = state_folder(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / f"rank-{rank}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another calibration into {output} is running and saves its state in {folder}: "
+                "choose another output with -o, or wait for it"
+            ) from None
+        try:
+            yield
+        finally:
+            if not any(folder.glob("*.npz")):
+                discard(output)
+    finally:
+        os.close(lock)
 
 
 class ProgressFile:
@@ -72,7 +104,10 @@ class ProgressFile:
             statistics = {slot: RangeStatistics(**fields) for slot, fields in slots.items()}
         except FileNotFoundError:
             return 0, {}
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as problem:
+        except (
+            OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError,
+            zipfile.BadZipFile, zlib.error,
+        ) as problem:  # fmt: skip
             raise UserError(
                 f"{self.path} is damaged ({problem}): start again without --resume"
             ) from None

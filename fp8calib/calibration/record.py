@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib.metadata import version
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from fp8calib import __version__
 from fp8calib.calibration.statistics import BUCKETS, SINK_POSITIONS, Ranges
@@ -28,6 +30,8 @@ HISTOGRAMS = "fp8calib-histograms.npz"
 _MAX_BYTES = 4 << 30  # unpacked; the statistics of a model with 100 layers of 64 heads take 200 MB
 _PERCENTILES = {"p99_9": 99.9, "p99_99": 99.99, "p99_999": 99.999}
 _PACKAGES = ("llmcompressor", "compressed-tensors", "transformers", "torch")
+
+_LAYER = TypeAdapter(LayerSpec)
 
 AllRanges = Mapping[int, Mapping[Kind, Ranges]]
 
@@ -87,9 +91,20 @@ def _statistics(ranges: Ranges) -> dict[str, Any]:
 def layers_of(record: Mapping[str, Any], path: Path) -> list[LayerSpec]:
     """The attention layers that fp8calib.json (`record`) tells of; raises CheckpointError."""
     try:
-        return [LayerSpec(**layer["spec"]) for layer in record["layers"].values()]
-    except (KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path}: fp8calib.json does not describe the layers") from None
+        layers = [_LAYER.validate_python(layer["spec"]) for layer in record["layers"].values()]
+    except (KeyError, TypeError, AttributeError, ValidationError):
+        layers = []
+    if not layers or len({layer.index for layer in layers}) != len(layers):
+        raise CheckpointError(f"{path}: fp8calib.json does not describe the layers")
+    if not all(0 <= layer.index < 10_000 and 0 < _heads(layer) < 100_000 for layer in layers):
+        raise CheckpointError(f"{path}: fp8calib.json describes layers that no model has")
+    return layers
+
+
+def _heads(layer: LayerSpec) -> int:
+    """Query heads; 0 for head counts that do not go together."""
+    sound = layer.num_kv_heads > 0 and layer.num_heads % layer.num_kv_heads == 0
+    return layer.num_heads if sound else 0
 
 
 def pack(ranges: AllRanges) -> bytes:
@@ -125,15 +140,37 @@ def unpack(path: Path) -> dict[int, dict[Kind, Ranges]]:
             found.setdefault(index, {})[kind] = _checked(Ranges(**values))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: calibrate again to have it") from None
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as problem:
-        raise CheckpointError(f"{path} is damaged: {problem}") from None
+    except (
+        OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, NotImplementedError,
+        zipfile.BadZipFile, zlib.error,
+    ) as problem:  # fmt: skip
+        reason = str(problem).splitlines() or [type(problem).__name__]
+        raise CheckpointError(f"{path} is damaged: {reason[0]:.200}") from None
+    if not found:
+        raise CheckpointError(f"{path} is damaged: it holds no statistics")
     return found
+
+
+def check_ranges(layers: Sequence[LayerSpec], ranges: AllRanges, path: Path) -> None:
+    """Raise CheckpointError unless `ranges` hold the statistics of `layers`."""
+    for layer in layers:
+        for kind in ("k", "v", "q"):
+            found = ranges.get(layer.index, {}).get(kind)  # type: ignore[call-overload]
+            heads = layer.num_heads if kind == "q" else layer.num_kv_heads
+            if (kind != "q" and found is None) or (found and len(found.amax) != heads):
+                raise CheckpointError(
+                    f"{path} does not fit fp8calib.json: layer {layer.index}'s {kind} has "
+                    f"{len(found.amax) if found else 'no'} heads of {heads}"
+                )
+    if extra := sorted(ranges.keys() - {layer.index for layer in layers}):
+        raise CheckpointError(f"{path} does not fit fp8calib.json: it has a layer {extra[0]}")
 
 
 def _checked(ranges: Ranges) -> Ranges:
     heads = ranges.amax.shape
     sound = (
         len(heads) == 1
+        and heads[0] > 0
         and ranges.late_amax.shape == ranges.text.shape == heads
         and ranges.histogram.shape == (*heads, BUCKETS)
         and ranges.text_amax.ndim == 1
@@ -142,4 +179,10 @@ def _checked(ranges: Ranges) -> Ranges:
     )
     if not sound:
         raise ValueError("arrays of unexpected shapes or types")
+    counts = ranges.histogram
+    maxima = (ranges.amax, ranges.late_amax)
+    if (counts < 0).any() or (counts > 2**48).any() or not counts.sum():
+        raise ValueError("counts that cannot be")
+    if not all(np.isfinite(x).all() and (x >= 0).all() for x in maxima):
+        raise ValueError("maxima that are not finite or negative")
     return ranges

@@ -17,6 +17,7 @@ from fp8calib.checkpoint import (
     serve_command,
     write_checkpoint,
 )
+from fp8calib.checkpoint.paths import safe_file
 from fp8calib.errors import CheckpointError, UserError
 from fp8calib.layers import resolve_skip_layers
 from fp8calib.recipe import Recipe, parse_content
@@ -82,7 +83,9 @@ def rescale(
     layers = record.layers_of(sidecar, folder)
     skip, _ = resolve_skip_layers(recipe.calibration.kv_cache_dtype_skip_layers, layers)
     recipe = recipe.with_options(kv_cache_dtype_skip_layers=skip)
-    ranges = record.unpack(folder / record.HISTOGRAMS)
+    histograms = safe_file(folder, record.HISTOGRAMS)
+    ranges = record.unpack(histograms)
+    record.check_ranges(layers, ranges, histograms)
     if recipe.calibration.query and not all("q" in kinds for kinds in ranges.values()):
         raise UserError(f"{folder} was calibrated without queries: pass --no-query")
     if not recipe.calibration.query:
@@ -92,7 +95,7 @@ def rescale(
     new = record.sidecar(
         str(sidecar.get("model")),
         recipe,
-        sidecar.get("dataset") or {},
+        dataset if isinstance(dataset := sidecar.get("dataset"), dict) else {},
         layers,
         ranges,
         dtype=sidecar.get("dtype"),
@@ -108,7 +111,7 @@ def rescale(
         link=link,
         overwrite=overwrite,
         replace_scales=True,
-        more_files={record.HISTOGRAMS: (folder / record.HISTOGRAMS).read_bytes()},
+        more_files={record.HISTOGRAMS: histograms.read_bytes()},
     )
     reports = kind_reports(scales, ranges)
     return RescaleResult(str(checkpoint), output, recipe, scales, reports, warnings, dtype)

@@ -66,6 +66,8 @@ def calibrate(
         bool, typer.Option("--dry-run", help="Check model, data and options; load no weights.")
     ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
+    push_to_hub: options.PushToHub = None,
+    private: options.Private = False,
     json: options.Json = False,
 ) -> None:
     """Calibrate FP8 KV-cache scales and write a checkpoint that vLLM picks up by itself."""
@@ -89,6 +91,10 @@ def calibrate(
     from fp8calib.models import resolve_model
 
     resolve_model(model)  # a wrong name is told before torch is loaded
+    if push_to_hub:
+        from fp8calib.checkpoint.hub import check_push, push
+
+        check_push(push_to_hub)
     from fp8calib import console
     from fp8calib.calibration import calibrate as run
     from fp8calib.calibration.ranks import first_rank
@@ -107,13 +113,17 @@ def calibrate(
         checkpoint_every=checkpoint_every,
         resume=resume,
         trust_remote_code=trust_remote_code,
+        name=push_to_hub,
     )
     if not first_rank():
         return
-    if json:
-        console.print_json(result.to_dict())
-    else:
+    if not json:
         _show(result)
+    url = push(result.output, push_to_hub, private) if push_to_hub and result.output else None
+    if json:
+        console.print_json(result.to_dict() | ({"url": url} if url else {}))
+    elif url:
+        console.info(f"pushed to {url}")
 
 
 def _show(result: CalibrationResult) -> None:
