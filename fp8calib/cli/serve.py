@@ -28,7 +28,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 is any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -151,9 +151,9 @@ def _serve(
     from fp8calib.serve.server import bind, make_server, serve, url_of
 
     resolve_model(model)  # a wrong name is told before torch is loaded
-    if settings.api_key is None and host not in _LOOPBACK:
-        warn(f"anyone who reaches {host} can use this server: there is no --api-key")
     with bind(host, port) as bound:  # a taken port is told before the model is loaded
+        if settings.api_key is None and host not in _LOOPBACK:
+            warn(f"anyone who reaches {host} can use this server: there is no --api-key")
         from fp8calib.runtime.async_llm import AsyncLLM
 
         llm = AsyncLLM(model, **engine_options)

@@ -1,0 +1,194 @@
+"""`fp8calib serve` from its start to its end: address, options, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import wait_for
+
+from fp8calib.cli import main
+from fp8calib.cli import serve as serve_command
+
+Tiny = Callable[..., Path]
+LONG = {"prompt": "hello", "max_tokens": 150, "ignore_eos": True, "stream": True}
+
+
+class Served:
+    """`fp8calib serve` in this process; `work`, called with its URL once it listens, runs beside
+    it, and a signal ends it."""
+
+    def __init__(self, work: Callable[[str], Any], *args: object) -> None:
+        self.result: Any = None
+        self.problem: BaseException | None = None
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+
+        def beside() -> None:
+            try:
+                wait_for(lambda: _is_up(url))
+                self.result = work(url)
+            except BaseException as problem:
+                self.problem = problem
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=beside)
+        thread.start()
+        with pytest.raises(SystemExit) as stop:
+            main(["serve", "--port", str(port), *map(str, args)])
+        thread.join(30)
+        self.code = stop.value.code
+        if self.problem is not None:
+            raise self.problem
+
+
+def _is_up(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health").status_code == 200
+    return False
+
+
+def streamed(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_lets_running_requests_finish(
+    number: signal.Signals, code: int, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(url: str) -> list[dict[str, Any]]:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as response:
+            send(number)
+            time.sleep(0.15)
+            with pytest.raises(httpx.ConnectError):  # nobody else comes in
+                httpx.get(f"{url}/health")
+            return streamed(response)
+
+    served = Served(work, tiny(), "--json", "--served-model-name", "mine")
+    assert served.code == code
+    assert served.result[-1]["choices"][0]["finish_reason"] == "length"
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["models"] == ["mine"] and told["url"].startswith("http://127.0.0.1:")
+    assert f"serving mine at {told['url']}/v1" in err
+    assert "KV cache: float32" in err and "Traceback" not in err
+
+
+def test_what_does_not_finish_in_time_is_given_up(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp8calib.runtime.engine import Engine
+
+    step = Engine.step
+
+    def slow(engine: Engine) -> Any:
+        time.sleep(0.1)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", slow)
+
+    def work(url: str) -> float:
+        started = time.monotonic()
+        with (
+            suppress(httpx.TransportError),
+            httpx.stream("POST", f"{url}/v1/completions", json=LONG) as response,
+        ):
+            send(signal.SIGTERM)
+            for _ in response.iter_lines():
+                pass
+        return time.monotonic() - started
+
+    served = Served(work, tiny(), "--drain-timeout", 1)
+    assert served.code == 0
+    assert served.result < 8, "150 steps take 15 seconds"
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_key_comes_from_the_environment(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FP8CALIB_API_KEY", "secret")
+
+    def work(url: str) -> tuple[int, int]:
+        headers = {"Authorization": "Bearer secret"}
+        codes = (
+            httpx.get(f"{url}/v1/models").status_code,
+            httpx.get(f"{url}/v1/models", headers=headers).status_code,
+        )
+        send(signal.SIGTERM)
+        return codes
+
+    served = Served(work, tiny(), "--access-log")
+    assert served.result == (401, 200) and served.code == 0
+    assert "secret" not in "".join(capsys.readouterr())
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The one line of a command that is refused."""
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", *map(str, args)])
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "") and err.count("\n") == 1 and err.startswith("error: ")
+    return err
+
+
+def test_a_busy_port_is_one_line(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = call(capsys, tiny(), "--port", port)
+    assert f"--port {port}: address already in use; choose another --port" in message
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
+        (["--port", "70000"], "'--port'"),
+        (["--max-body-size", "big"], "--max-body-size big: give a size"),
+        (["--max-n", "0"], "the limit of n must be at least 1"),
+        (["--api-key", ""], "the API key is empty"),
+        (["--drain-timeout", "-1"], "0 or more"),
+        (["--tensor-parallel-size", "2"], "is for --engine vllm"),
+        (["--engine", "vllm", "--max-tokens", "5"], "--max-tokens is for --engine fp8calib"),
+        (["--kv-cache-dtype", "int3"], "unknown KV-cache dtype 'int3'"),
+    ],
+)
+def test_mistakes(
+    args: list[str], message: str, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = [] if "--port" in args else ["--port", "0"]
+    assert message in call(capsys, tiny(), *port, *args)
+
+
+def test_a_wrong_model_is_told_before_anything_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no such folder" in call(capsys, "/no/such/model")
+
+
+def test_without_the_extra_it_is_told_how_to_get_it(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = serve_command.find_spec
+    monkeypatch.setattr(
+        serve_command, "find_spec", lambda name: None if name == "uvicorn" else found(name)
+    )
+    assert "serve needs uvicorn: pip install 'fp8calib[serve]'" in call(capsys, tiny())
