@@ -109,6 +109,7 @@ def checkpoint(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
     """Run a command in this process: exit code, stdout, stderr."""
+    capsys.readouterr()  # what making the model printed
     with pytest.raises(SystemExit) as stop:
         main(list(map(str, args)))
     out, err = capsys.readouterr()

@@ -143,6 +143,7 @@ def test_the_key_comes_from_the_environment(
 
 def call(capsys: pytest.CaptureFixture[str], *args: object) -> str:
     """The one line of a command that is refused."""
+    capsys.readouterr()  # what making the model printed
     with pytest.raises(SystemExit) as stop:
         main(["serve", *map(str, args)])
     out, err = capsys.readouterr()
