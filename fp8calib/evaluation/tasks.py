@@ -65,10 +65,16 @@ class TaskSet:
                 raise UserError(f"--tasks {name}: lm-evaluation-harness knows no such task")
 
     def manager(self) -> Any:
+        """Of the folder alone where it has all the tasks: the harness's own are thousands."""
         from lm_eval.tasks import TaskManager
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        return TaskManager(include_path=None if self.folder is None else str(self.folder))
+        if self.folder is None:
+            return TaskManager()
+        own = TaskManager(include_path=str(self.folder), include_defaults=False)
+        if all(own.match_tasks([name]) for name in self.names):
+            return own
+        return TaskManager(include_path=str(self.folder))
 
 
 def run_tasks(runs: Sequence[Run], tasks: TaskSet, outputs: TaskOutputs) -> None:
