@@ -213,6 +213,11 @@ def test_memory_options(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, tiny(), "-p", "a", "-p", "b", "-p", "c", *size)
     assert report["stats"]["pages_total"] == 4
     assert report["stats"]["kv_bytes"] <= 4 * 8_192
+    assert "4 pages of 16 tokens" in report["memory"] and "64 tokens fit" in report["memory"]
+    more = ["--max-num-batched-tokens", "32", "--enforce-eager"]
+    code, out, err = call(capsys, "run", tiny(), "-p", "x" * 50, *size, *more, *FIXED)
+    assert code == 0 and "4 pages of 16 tokens" in err, err
+    assert out == call(capsys, "run", tiny(), "-p", "x" * 50, *FIXED)[1]
     code, _, err = call(capsys, "run", tiny(), "-p", "a", "--kv-cache-memory", "1kB")
     assert code == 2 and "KV cache hold 0 tokens" in err
 

@@ -45,6 +45,8 @@ def chat(
     max_model_len: options.MaxModelLen = None,
     gpu_memory_utilization: options.GPUMemoryUtilization = None,
     kv_cache_memory: options.KVCacheMemory = None,
+    enforce_eager: options.EnforceEager = False,
+    compile_layers: options.CompileLayers = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
@@ -65,6 +67,8 @@ def chat(
         kv_cache_memory_bytes=options.memory_bytes("--kv-cache-memory", kv_cache_memory),
         device=device,
         dtype=dtype,
+        enforce_eager=enforce_eager,
+        compile_layers=compile_layers,
         trust_remote_code=trust_remote_code,
     )
     sampling = options.given(

@@ -22,6 +22,7 @@ def show_engine(llm: LLM) -> None:
             f"vLLM needs for the same: {SKIP_FLAG} {flag}"
         )
     info(f"attention: {arithmetic(llm)}")
+    info(llm.engine.describe_cache())
 
 
 def arithmetic(llm: LLM) -> str:
@@ -51,6 +52,7 @@ def engine_report(llm: LLM) -> dict[str, Any]:
         "kv_cache": engine.kv.kv_format.describe(engine.loaded.layers),
         "attention": engine.kv.kv_format.arithmetic,
         "arithmetic": arithmetic(llm),
+        "memory": engine.describe_cache(),
         "skip_layers": engine.kv.skip_layers,
         "warnings": engine.warnings,
         "stats": {name: getattr(stats, name) for name in (*names, *more)},

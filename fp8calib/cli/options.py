@@ -141,6 +141,22 @@ KVCacheMemory = Annotated[
         help="Memory of the pages, such as 8GiB or 500MB; default: what is left of the share.",
     ),
 ]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-num-batched-tokens",
+        help="New tokens in one step, longer prompts take several; default: 2048.",
+    ),
+]
+EnforceEager = Annotated[
+    bool, typer.Option("--enforce-eager", help="No CUDA graphs: starts sooner, runs slower.")
+]
+CompileLayers = Annotated[
+    bool,
+    typer.Option(
+        "--compile-layers", help="torch.compile each decoder layer: starts later, runs faster."
+    ),
+]
 Engine = Annotated[
     str,
     typer.Option(

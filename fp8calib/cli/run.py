@@ -88,8 +88,11 @@ def run(
     ] = False,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     gpu_memory_utilization: options.GPUMemoryUtilization = None,
     kv_cache_memory: options.KVCacheMemory = None,
+    enforce_eager: options.EnforceEager = False,
+    compile_layers: options.CompileLayers = False,
     engine: options.Engine = "fp8calib",
     vllm: options.VLLM = None,
     tensor_parallel_size: options.TensorParallelSize = None,
@@ -106,8 +109,10 @@ def run(
         kv_cache_memory_bytes=options.memory_bytes("--kv-cache-memory", kv_cache_memory),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
         dtype=dtype,
+        enforce_eager=enforce_eager,
         trust_remote_code=trust_remote_code,
     )
     sampling = options.given(
@@ -129,6 +134,7 @@ def run(
     )
     ours = {
         "--attention": attention != "accurate",
+        "--compile-layers": compile_layers,
         "--device": device != "auto",
         "--compare": compare,
         "--logprobs": logprobs is not None,
@@ -163,6 +169,7 @@ def run(
         kv_cache_dtype_skip_layers=skip_layers,
         attention=attention,
         missing_scales=missing_scales,
+        compile_layers=compile_layers,
         device=device,
     )
     if compare:

@@ -46,8 +46,11 @@ def serve(
     missing_scales: options.MissingScales = "refuse",
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     gpu_memory_utilization: options.GPUMemoryUtilization = None,
     kv_cache_memory: options.KVCacheMemory = None,
+    enforce_eager: options.EnforceEager = False,
+    compile_layers: options.CompileLayers = False,
     max_body_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The largest request.")
     ] = "16MiB",
@@ -80,13 +83,16 @@ def serve(
         kv_cache_memory_bytes=options.memory_bytes("--kv-cache-memory", kv_cache_memory),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
         dtype=dtype,
+        enforce_eager=enforce_eager,
         trust_remote_code=trust_remote_code,
     )
     names = served_model_name or [model]
     ours = {
         "--attention": attention != "accurate",
+        "--compile-layers": compile_layers,
         "--device": device != "auto",
         "--max-prompt-tokens": max_prompt_tokens is not None,
         "--max-tokens": max_tokens is not None,
@@ -126,6 +132,7 @@ def serve(
         kv_cache_dtype_skip_layers=skip_layers,
         attention=attention,
         missing_scales=missing_scales,
+        compile_layers=compile_layers,
         device=device,
     )
     _serve(model, common | cache, settings, host, port, json)
