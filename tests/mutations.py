@@ -53,6 +53,8 @@ def _json(content: bytes, rng: random.Random) -> bytes:
         value = json.loads(content)
     except (ValueError, RecursionError):
         return _bytes(content, rng)
+    if not isinstance(value, dict | list):
+        return _bytes(content, rng)
     _spoil(value, rng)
     text = json.dumps(value)
     if rng.random() < 0.1 and text.startswith("{") and len(text) > 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -23,6 +24,8 @@ app = typer.Typer(
     epilog="Exit codes: 0 ok; 1 a check failed; 2 wrong usage or an input refused; 3 a bug in "
     "fp8calib; 130 interrupted.",
 )
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Set before commands run; the entry point reads it when one fails.
 _debug = False
@@ -57,12 +60,19 @@ def main(args: list[str] | None = None) -> None:
         status = _run(given)
         if status == 130:  # what typer makes of Ctrl-C
             _fail("interrupted", 130)
+        sys.stdout.flush()
         sys.exit(status if isinstance(status, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except Fp8CalibError as problem:
-        _fail(str(problem), problem.exit_code)
+        _fail(_one_line(str(problem)), problem.exit_code)
+    except BrokenPipeError:
+        sys.exit(_nobody_reads())
     except Exception as problem:
+        if isinstance(problem, OSError) and problem.errno in _FULL:
+            _nobody_reads()
+            where = problem.filename or "standard output or a temporary file"
+            _fail(f"cannot write to {where}: {problem.strerror}", 2)
         if hasattr(problem, "exit_code") and hasattr(problem, "format_message"):  # click's own
             _fail(problem.format_message(), 2)
         _fail(
@@ -70,6 +80,19 @@ def main(args: list[str] | None = None) -> None:
             "`fp8calib --debug ...` shows where. Please report it.",
             3,
         )
+
+
+def _one_line(message: str) -> str:
+    """A message as one line, whatever a file's name or content has put into it."""
+    message = re.sub(r"\s*[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]\s*", " ", message)
+    shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in message)
+    return shown if len(shown) < 2000 else f"{shown[:2000]} ..."
+
+
+def _nobody_reads() -> int:
+    """Let nothing be written to standard output any more; what a shell says of a broken pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 def _run(args: list[str]) -> Any:
@@ -80,8 +103,7 @@ def _run(args: list[str]) -> Any:
     except SystemExit as stop:
         if not isinstance(stop.__context__, BrokenPipeError):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return _nobody_reads()
 
 
 def _with_lists_joined(args: Sequence[str]) -> Iterator[str]:
@@ -119,6 +141,7 @@ from fp8calib.cli import (  # noqa: E402  (they register themselves)
     chat,  # noqa: F401
     compare,  # noqa: F401
     convert,  # noqa: F401
+    doctor,  # noqa: F401
     inspect,  # noqa: F401
     merge,  # noqa: F401
     models,  # noqa: F401
