@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
 
-from fp8calib.errors import Fp8CalibError, UserError
+from fp8calib.errors import Fp8CalibError, ModelError, UserError
 from fp8calib.runtime.llm import LLM
 from fp8calib.runtime.metrics import EngineStats
 from fp8calib.runtime.outputs import RequestOutput
@@ -46,6 +46,8 @@ class AsyncLLM:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # used by the engine's thread alone
         self._draining = False
+        self._stopped = False  # the thread does no more work; under the lock
+        self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._idle = threading.Event()
         self._idle.set()
@@ -86,14 +88,15 @@ class AsyncLLM:
             ModelError: the engine failed.
         """
         if not self.is_running:
-            raise UserError("the engine takes no more requests: it is shutting down")
+            raise self._refusal()
         engine = self.llm.engine
         if prompt_token_ids is None:
             prompt_token_ids = await asyncio.to_thread(engine.tokenize, prompt or "")
         request_id = request_id or uuid4().hex
         stream = _Stream(request_id, asyncio.get_running_loop(), asyncio.Queue())
         wanted, ids = params or SamplingParams(), prompt_token_ids
-        self._submit(lambda: self._add(stream, wanted, prompt, ids))
+        if not self._submit(lambda: self._add(stream, wanted, prompt, ids)):
+            raise self._refusal()
         finished = False
         try:
             while not finished:
@@ -124,7 +127,8 @@ class AsyncLLM:
             else:
                 done.set_result(None)
 
-        self._submit(reload)
+        if not self._submit(reload):
+            raise self._refusal()
         await asyncio.wrap_future(done)
 
     async def drain(self) -> None:
@@ -145,8 +149,17 @@ class AsyncLLM:
         self._work.put(None)
         self._thread.join()
 
-    def _submit(self, task: Callable[[], None]) -> None:
-        self._work.put(task)
+    def _refusal(self) -> UserError:
+        if self._failure is not None:
+            return ModelError(f"the engine has failed: {self._failure}")
+        return UserError("the engine takes no more requests: it is shutting down")
+
+    def _submit(self, task: Callable[[], None]) -> bool:
+        """Have the engine's thread do something; False when it has ended."""
+        with self._lock:
+            if not self._stopped:
+                self._work.put(task)
+            return not self._stopped
 
     # From here on everything runs in the engine's thread.
 
@@ -158,11 +171,19 @@ class AsyncLLM:
         except BaseException as problem:
             self._failure = problem
             for stream in list(self._streams.values()):
-                self._fail(stream, problem)
+                self._fail(stream, problem if isinstance(problem, UserError) else self._refusal())
         finally:
+            with self._lock:
+                self._stopped = True
+            self._do_what_is_left()
             for request_id in list(self._streams):
                 self._abort(request_id)
             self._idle.set()
+
+    def _do_what_is_left(self) -> None:
+        while not self._work.empty():
+            if (task := self._work.get()) is not None:
+                task()
 
     def _do_tasks(self) -> bool:
         """Do what was submitted; without requests, wait for more. False when it is time to stop."""
@@ -186,6 +207,8 @@ class AsyncLLM:
         prompt_token_ids: Sequence[int],
     ) -> None:
         try:
+            if self._stopped:
+                raise self._refusal()
             if stream.request_id in self._streams:
                 raise UserError(f"request id {stream.request_id!r} is in use")
             stream.group = self.llm.engine.add_group(
