@@ -122,6 +122,21 @@ def test_what_does_not_finish_in_time_is_given_up(
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_other_names_of_the_machine_are_refused_without_a_key(tiny: Tiny) -> None:
+    """As a web page would send them that its own DNS server points at 127.0.0.1."""
+
+    def work(url: str) -> list[int]:
+        port = url.rpartition(":")[2]
+        names = (f"localhost:{port}", "127.0.0.1", f"evil.example:{port}", "127.0.0.1.evil.example")
+        codes = [
+            httpx.get(f"{url}/v1/models", headers={"Host": name}).status_code for name in names
+        ]
+        send(signal.SIGTERM)
+        return codes
+
+    assert Served(work, tiny()).result == [200, 200, 400, 400]
+
+
 def test_the_key_comes_from_the_environment(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

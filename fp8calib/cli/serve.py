@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fp8calib.serve.settings import ServerSettings
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 @app.command(
@@ -126,7 +126,8 @@ def serve(
         prompts=max_prompts,
         n=max_n,
     )
-    settings = ServerSettings(names, api_key, drain_timeout, access_log, limits)
+    hosts = _LOOPBACK if host in _LOOPBACK and api_key is None else None
+    settings = ServerSettings(names, api_key, drain_timeout, access_log, limits, hosts)
     cache = options.given(
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_dtype_skip_layers=skip_layers,

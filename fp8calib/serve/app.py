@@ -16,7 +16,7 @@ from fp8calib.serve import errors
 from fp8calib.serve.chat import chat
 from fp8calib.serve.completions import complete
 from fp8calib.serve.metrics import registry_of
-from fp8calib.serve.middleware import LimitBody, RequireKey
+from fp8calib.serve.middleware import LimitBody, RequireHost, RequireKey
 from fp8calib.serve.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -43,8 +43,10 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     )
     errors.install(app)
     app.add_middleware(LimitBody, max_bytes=settings.limits.body_bytes)
-    if settings.api_key is not None:  # added last, so asked first
+    if settings.api_key is not None:  # what is added later is asked earlier
         app.add_middleware(RequireKey, key=settings.api_key)
+    if settings.hosts is not None:
+        app.add_middleware(RequireHost, hosts=settings.hosts)
     model = ServedModel(llm, settings)
     registry = registry_of(llm)
 

@@ -1,13 +1,35 @@
-"""What is checked before a request is read: the API key and the size of its body."""
+"""What is checked before a request is read: its Host, the API key, the size of its body."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fp8calib.serve.errors import APIError, error_response
+
+
+class RequireHost:
+    """Lets requests through that name one of `hosts`, without a port, in their Host header. It
+    stops web pages that reach a server on the visitor's own machine by DNS rebinding: to their
+    browser the server's name is still theirs."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        self.app = app
+        self._hosts = set(hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._named(scope) in self._hosts:
+            return await self.app(scope, receive, send)
+        error = APIError("this server answers to its local names alone: use --host, or a key")
+        await error_response(error)(scope, receive, send)
+
+    def _named(self, scope: Scope) -> str:
+        given = next((value for name, value in scope["headers"] if name == b"host"), b"")
+        return re.sub(r":\d*$", "", given.decode("latin-1")).lower()
 
 
 class RequireKey:

@@ -39,7 +39,8 @@ class Limits:
 class ServerSettings:
     """model_names: what the model is called in requests, the first in answers. api_key: None lets
     everyone in. drain_seconds: how long running requests may take once the server is to stop.
-    access_log: a line on stderr for each request.
+    access_log: a line on stderr for each request. hosts: the names that requests may call the
+    server by; None is any.
 
     Raises:
         UserError: an empty key, or a negative time.
@@ -50,6 +51,7 @@ class ServerSettings:
     drain_seconds: int = 30
     access_log: bool = False
     limits: Limits = field(default_factory=Limits)
+    hosts: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.api_key == "":
