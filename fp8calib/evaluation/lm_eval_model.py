@@ -23,7 +23,6 @@ from fp8calib.evaluation.variants import Run, Variant
 from fp8calib.runtime.kv_cache_dtype import choose_kv_format
 from fp8calib.runtime.loader import load
 from fp8calib.runtime.sampling_params import SamplingParams
-from fp8calib.runtime.scoring import score
 
 _MAX_GEN_TOKENS = 256  # where a task does not say
 _NUM_SEQS = 16
@@ -126,17 +125,9 @@ class Fp8CalibLM(TemplateLM):
             for (_, _, answer), row in zip(requests, rows, strict=True)
         ]
         sums, greedy = [0.0] * len(rows), [True] * len(rows)
-        loaded = self.run.loaded
-        limit = _GPU_TOKENS if loaded.model.device.type == "cuda" else _CPU_TOKENS
-        pieces = score(
-            loaded.model,
-            loaded.layers,
-            self.run.variant.kv_format,
-            [row[:-1] or row for row in rows],
-            max_batched_tokens=limit,
-        )
-        hidden = console.progress("scoring (tokens)", sum(map(len, rows)))
-        with hidden as bar:
+        limit = _GPU_TOKENS if self._device.type == "cuda" else _CPU_TOKENS
+        pieces = self.run.score([row[:-1] or row for row in rows], limit)
+        with console.progress("scoring (tokens)", sum(map(len, rows))) as bar:
             for piece in pieces:
                 row = rows[piece.row]
                 # logits[i] is about token start + i + 1; the last `count` tokens are wanted

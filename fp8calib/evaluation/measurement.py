@@ -14,7 +14,7 @@ from fp8calib.errors import CheckFailed, ModelError
 from fp8calib.evaluation.attention_errors import first_nonfinite_layer
 from fp8calib.evaluation.metrics import NOISE, TokenMetrics, TokenTable, compare
 from fp8calib.evaluation.variants import Run
-from fp8calib.runtime.scoring import Scored, score
+from fp8calib.runtime.scoring import Scored
 
 _CPU_TOKENS = 128  # in a pass
 _GPU_TOKENS = 4096
@@ -39,10 +39,10 @@ def measure(
         CheckFailed: logits under an FP8 cache are not finite.
     """
     columns = [*runs]
-    streams = [_scored(run, rows, limit) for run in runs]
+    streams = [run.score(rows, limit) for run in runs]
     if NOISE in tables:
         columns.append(replace(runs[0], variant=replace(runs[0].variant, key=NOISE)))
-        streams.append(_recut(_scored(runs[0], rows, noise_pass(limit)), rows, limit))
+        streams.append(_recut(runs[0].score(rows, noise_pass(limit)), rows, limit))
     total = len(columns) * sum(map(len, rows))
     started, done = time.perf_counter(), 0
     unchecked: deque[_Unchecked] = deque()
@@ -82,11 +82,6 @@ def tokens_per_pass(runs: Sequence[Run]) -> int:
 def noise_pass(limit: int) -> int:
     """Tokens in a pass that is to round differently: an odd number, well below `limit`."""
     return limit * 5 // 8 + 1
-
-
-def _scored(run: Run, rows: Sequence[Sequence[int]], limit: int) -> Iterator[Scored]:
-    loaded = run.loaded
-    return score(loaded.model, loaded.layers, run.variant.kv_format, rows, max_batched_tokens=limit)
 
 
 def _recut(pieces: Iterator[Scored], rows: Sequence[Sequence[int]], limit: int) -> Iterator[Scored]:

@@ -19,7 +19,6 @@ from fp8calib import console
 from fp8calib.errors import UserError
 from fp8calib.evaluation.bootstrap import Estimate, paired_means
 from fp8calib.evaluation.variants import Run
-from fp8calib.runtime.scoring import score
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LENGTHS = (512, 2048, 8192, 32768, 131072, 524288)
@@ -194,10 +193,7 @@ def _answered(
     run: Run, questions: Sequence[Question], limit: int
 ) -> Iterator[list[tuple[bool, float]]]:
     """For each question, its answers."""
-    loaded, rows = run.loaded, [question.tokens for question in questions]
-    pieces = score(
-        loaded.model, loaded.layers, run.variant.kv_format, rows, max_batched_tokens=limit
-    )
+    pieces = run.score([question.tokens for question in questions], limit)
     for question in questions:
         most_likely: dict[int, bool] = {}
         logprobs: dict[int, float] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,13 @@ from fp8calib.layers import LayerSpec
 from fp8calib.runtime.kv_cache_dtype import NATIVE_WORDS, choose_kv_format
 from fp8calib.runtime.kv_format import Arithmetic, KVFormat
 from fp8calib.runtime.kv_store import cache_groups
+from fp8calib.runtime.scoring import Scored, score
 from fp8calib.scales import ScaleSet
 
 if TYPE_CHECKING:
     from fp8calib.runtime.loader import LoadedModel
 
-_BLOCK_SIZE = 16
+_BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 128
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,19 @@ class Run:
 
     variant: Variant
     loaded: LoadedModel
+
+    def score(self, rows: Sequence[Sequence[int]], tokens: int) -> Iterator[Scored]:
+        """Teacher-forced logits of `rows` in passes of `tokens` tokens; see scoring.score."""
+        loaded = self.loaded
+        gpu = loaded.model.device.type == "cuda"
+        return score(
+            loaded.model,
+            loaded.layers,
+            self.variant.kv_format,
+            rows,
+            max_batched_tokens=tokens,
+            block_size=_GPU_BLOCK_SIZE if gpu else _BLOCK_SIZE,
+        )
 
     @property
     def key(self) -> str:

@@ -10,6 +10,7 @@ first the token that does follow, then the most likely ones in order; and ``vers
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -23,9 +24,11 @@ def main(request_file: str, answer_file: str, flags: list[str]) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     request = json.loads(Path(request_file).read_text())
-    rows, top = request["rows"], request["top"]
+    # On a CPU vLLM would otherwise want most of the memory for a cache that holds a few prompts.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm"))
     llm = vllm.LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(flags)))
+    rows, top = request["rows"], min(request["top"], llm.model_config.get_vocab_size())
     params = vllm.SamplingParams(
         temperature=0,
         max_tokens=1,
