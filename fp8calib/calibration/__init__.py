@@ -6,6 +6,7 @@ import os
 # they go to stdout, where --json is; what goes wrong comes as an exception.
 os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
 
-from fp8calib.calibration.end_to_end import CalibrationResult, calibrate
+from fp8calib.calibration.end_to_end import calibrate
+from fp8calib.calibration.result import CalibrationResult
 
 __all__ = ["CalibrationResult", "calibrate"]

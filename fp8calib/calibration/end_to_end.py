@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,58 +15,20 @@ from fp8calib.calibration.findings import data_findings, range_findings
 from fp8calib.calibration.observers import make_scales, share_ranges
 from fp8calib.calibration.progress_file import claimed, discard, fingerprint
 from fp8calib.calibration.ranks import Ranks, check_agreement, first_alone, ranks
-from fp8calib.calibration.report import KindReport, kind_reports
+from fp8calib.calibration.report import kind_reports
+from fp8calib.calibration.result import CalibrationResult
+from fp8calib.calibration.text import load_calibration_text
 from fp8calib.checkpoint import (
     check_output,
     check_source,
     needed_kv_cache_dtype,
-    serve_command,
     write_checkpoint,
 )
 from fp8calib.checkpoint.folder import check_room, scratch
-from fp8calib.data import TokenData, default_dataset, load_data
 from fp8calib.errors import UserError
-from fp8calib.layers import LayerSpec, resolve_skip_layers
+from fp8calib.layers import resolve_skip_layers
 from fp8calib.models import resolve_model
-from fp8calib.recipe import Calibration, Recipe
-from fp8calib.scales import ScaleSet
-
-
-@dataclass(frozen=True)
-class CalibrationResult:
-    """What a calibration made. `output` is None after a dry run, and so is everything that only a
-    forward pass can tell."""
-
-    model: str
-    output: Path | None
-    recipe: Recipe
-    data: TokenData
-    skip_layers: list[str] = field(default_factory=list)
-    layers: list[LayerSpec] = field(default_factory=list)
-    scales: ScaleSet | None = None
-    reports: list[KindReport] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    kv_cache_dtype: str = "auto"
-    seconds: float = 0.0
-
-    @property
-    def serve(self) -> str | None:
-        if self.output is None:
-            return None
-        return serve_command(str(self.output), self.skip_layers, self.kv_cache_dtype)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "output": str(self.output) if self.output else None,
-            "recipe": self.recipe.model_dump(mode="json", exclude_none=True),
-            "dataset": record.describe_data(self.data),
-            "skip_layers": self.skip_layers,
-            "layers": [report.to_dict() for report in self.reports],
-            "warnings": self.warnings,
-            "seconds": round(self.seconds, 2),
-            "serve": self.serve,
-        }
+from fp8calib.recipe import Recipe
 
 
 def default_output(model: str, strategy: str) -> Path:
@@ -91,6 +53,7 @@ def calibrate(
     resume: bool = False,
     trust_remote_code: bool = False,
     name: str | None = None,
+    auto: bool = False,
     **options: Any,
 ) -> CalibrationResult:
     """Calibrate FP8 KV-cache scales for `model` and write them as a checkpoint.
@@ -111,6 +74,8 @@ def calibrate(
         resume: go on from what was saved so.
         trust_remote_code: run model code that comes with the checkpoint.
         name: what the model card calls the checkpoint; the output's name where None.
+        auto: choose the strategy and skip layers by measuring, see `calibration.auto`; the budget
+            is the recipe's gate ``max_kl``.
         options: keys of the recipe's calibration section (see `fp8calib.recipe.Calibration`) that
             override it, e.g. ``strategy="attn_head"``, ``dataset="data.jsonl"``, ``samples=64``.
 
@@ -120,6 +85,8 @@ def calibrate(
         UserError: anything in the model, the data or the options that stands in the way; nothing
             has been written then.
     """
+    if auto and (given := {"strategy", "kv_cache_dtype_skip_layers"} & options.keys()):
+        raise UserError(f"auto chooses the {min(given)}: leave it out")
     recipe = (recipe or Recipe()).with_options(**options)
     how = _How(
         device=device,
@@ -132,9 +99,12 @@ def calibrate(
         checkpoint_every=checkpoint_every,
         resume=resume,
         name=name,
+        auto=auto,
     )
     with ranks() as mine:
         how = replace(how, device=mine.device(device))
+        if auto:
+            _check_auto(recipe, how, mine)
         plan, source = _prepare(str(model), output, recipe, how, mine)
         if dry_run:
             return replace(plan, output=None)
@@ -157,6 +127,7 @@ class _How:
     checkpoint_every: int | None
     resume: bool
     name: str | None
+    auto: bool
 
     @property
     def load(self) -> dict[str, Any]:
@@ -167,12 +138,25 @@ class _How:
         }
 
 
+def _check_auto(recipe: Recipe, how: _How, mine: Ranks) -> None:
+    """Raise UserError for what does not go together with --auto."""
+    skip = recipe.calibration.kv_cache_dtype_skip_layers
+    if skip:
+        raise UserError(f"--auto chooses skip layers itself: leave {' '.join(skip)} out")
+    if mine.world_size > 1 or how.device_map is not None:
+        raise UserError(
+            "--auto runs the model on one device in one process: leave torchrun and --device-map "
+            "out, or calibrate first and use `fp8calib verify` and `fp8calib sensitivity`"
+        )
+
+
 def _prepare(
     model: str, output: str | Path | None, recipe: Recipe, how: _How, mine: Ranks
 ) -> tuple[CalibrationResult, Path]:
     """Everything that can be checked without loading weights, and the data."""
     asked = recipe.calibration
-    target = Path(output) if output is not None else default_output(model, asked.strategy)
+    kind = "auto" if how.auto else asked.strategy
+    target = Path(output) if output is not None else default_output(model, kind)
     with first_alone(mine):
         source = resolve_model(model)
         check_output(target, how.overwrite, source)
@@ -180,7 +164,7 @@ def _prepare(
         check_architecture(checkpoint.config)
         if not how.link:
             check_room(target, checkpoint.weight_files)
-        data = _load_data(model, source, asked, how.trust_remote_code)
+        data = load_calibration_text(model, source, asked, how.trust_remote_code)
     check_agreement(mine, "data", data.fingerprint)
     recipe = recipe.with_options(dataset=data.source, split=data.split)
     console.info(f"recipe:\n{recipe.to_yaml().rstrip()}")
@@ -228,14 +212,19 @@ def _observe_and_write(
         vocabulary_size,
     )
     from fp8calib.runtime.loader import without_attention_quantization
+    from fp8calib.runtime.support import check_supported
 
     start = time.perf_counter()
     assert plan.output is not None
     recipe, data, asked = plan.recipe, plan.data, plan.recipe.calibration
     # The scales of an earlier calibration would be applied to K, V and Q while we observe them.
     config = without_attention_quantization(load_config(source, how.trust_remote_code))
+    if how.auto:
+        check_supported(config)
     loaded = load_model(source, **how.load, config=config, device_map=how.device_map)
     layers = probe(loaded)
+    if how.auto:
+        check_supported(config, layers)
     skip_layers, _ = resolve_skip_layers(asked.kv_cache_dtype_skip_layers, layers)
     recipe = recipe.with_options(kv_cache_dtype_skip_layers=skip_layers)
     seen = observe(
@@ -250,6 +239,17 @@ def _observe_and_write(
         resume=how.resume,
     )
     ranges = share_ranges(layers, seen)
+    choice = None
+    if how.auto:
+        from fp8calib.calibration.auto import choose, held_out
+
+        text = held_out(plan.model, source, data, asked, how.trust_remote_code)
+        choice = choose(loaded, layers, ranges, asked, recipe.gates, text)
+        skip_layers = choice.skip_layers
+        recipe = recipe.with_options(
+            strategy=choice.strategy, kv_cache_dtype_skip_layers=skip_layers
+        )
+        asked = recipe.calibration
     scales = make_scales(layers, ranges, asked)
     result = replace(
         plan,
@@ -262,10 +262,14 @@ def _observe_and_write(
             *data_findings(data.rows, vocabulary_size(loaded)),
             *range_findings(scales, ranges),
         ],
+        reasons=[] if choice is None else choice.reasons,
         seconds=time.perf_counter() - start,
     )
     if mine.writes:
-        _write(result, source, ranges, str(loaded.dtype).removeprefix("torch."), how)
+        dtype = str(loaded.dtype).removeprefix("torch.")
+        _write(
+            result, source, ranges, how, dtype=dtype, **({} if choice is None else choice.record)
+        )
         discard(plan.output)
     return result
 
@@ -286,9 +290,10 @@ def _write(
     result: CalibrationResult,
     source: Path,
     ranges: record.AllRanges,
-    dtype: str,
     how: _How,
+    **more: Any,
 ) -> None:
+    """`more` are further entries of fp8calib.json."""
     assert result.output is not None and result.scales is not None
     sidecar = record.sidecar(
         result.model,
@@ -296,8 +301,8 @@ def _write(
         record.describe_data(result.data),
         result.layers,
         ranges,
-        dtype=dtype,
         warnings=result.warnings,
+        **more,
     )
     write_checkpoint(
         source,
@@ -310,26 +315,4 @@ def _write(
         replace_scales=how.overwrite_scales,
         more_files={record.HISTOGRAMS: record.pack(ranges)},
         name=how.name,
-    )
-
-
-def _load_data(model: str, source: Path, asked: Calibration, trust_remote_code: bool) -> TokenData:
-    from fp8calib.model_loading import load_tokenizer, max_length
-
-    dataset, split = asked.dataset, asked.split
-    if dataset is None:
-        dataset, default_split = default_dataset(model)
-        split = split or default_split
-    longest = max_length(source, trust_remote_code) or asked.max_seq_len
-    if asked.max_seq_len > longest:
-        console.info(f"texts are cut to {longest} tokens: the model has no more positions")
-    return load_data(
-        load_tokenizer(source, trust_remote_code),
-        dataset,
-        split=split,
-        samples=asked.samples,
-        max_seq_len=min(asked.max_seq_len, longest),
-        seed=asked.seed,
-        text_column=asked.text_column,
-        messages_column=asked.messages_column,
     )

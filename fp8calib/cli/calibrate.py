@@ -48,6 +48,20 @@ def calibrate(
             "stream: one layer at a time, read from disk for every batch.",
         ),
     ] = None,
+    auto: Annotated[
+        bool,
+        typer.Option(
+            "--auto",
+            help="Choose strategy and skip layers by measuring: tensor unless attn_head is better "
+            "beyond chance, and the fewest layers in 16 bit that keep to --budget-kl.",
+        ),
+    ] = False,
+    budget_kl: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="With --auto: mean KL per token, in nats, that FP8 may cost. 0.05."
+        ),
+    ] = None,
     recipe: options.RecipeName = None,
     link: options.Link = False,
     overwrite: options.Overwrite = False,
@@ -88,8 +102,14 @@ def calibrate(
         margin=margin,
         batch_size=batch_size,
     )
+    from fp8calib.errors import UserError
     from fp8calib.models import resolve_model
 
+    if budget_kl is not None and not auto:
+        raise UserError("--budget-kl is for --auto")
+    if auto and strategy is not None:
+        raise UserError("--auto chooses the strategy: leave --strategy out")
+    chosen = chosen.with_gates(max_kl=budget_kl)
     resolve_model(model)  # a wrong name is told before torch is loaded
     if push_to_hub:
         from fp8calib.checkpoint.hub import check_push, push
@@ -114,6 +134,7 @@ def calibrate(
         resume=resume,
         trust_remote_code=trust_remote_code,
         name=push_to_hub,
+        auto=auto,
     )
     if not first_rank():
         return
@@ -136,6 +157,8 @@ def _show(result: CalibrationResult) -> None:
         return
     show_scales(result.reports, result.recipe.calibration.strategy)
     show_warnings(result.warnings)
+    for reason in result.reasons:
+        console.info(f"auto: {reason}")
     if result.skip_layers:
         console.info(
             f"skip layers (recorded, not part of the scales): {' '.join(result.skip_layers)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -119,26 +120,6 @@ class Sensitivity:
         """vLLM's flag for the proposal; None where no layer need be exempt."""
         return f"{SKIP_FLAG} {' '.join(self.skip_layers)}" if self.skip_layers else None
 
-    def record(self) -> dict[str, Any]:
-        """What fp8calib.json keeps of it."""
-        assert self.proposal is not None
-        return {
-            "budget": asdict(self.budget),
-            "skip_layers": self.skip_layers,
-            "kl": asdict(self.proposal.loss.kl),
-            "share": self.proposal.share,
-            "curve": [
-                {
-                    "skip_layers": [str(index) for index in sorted(point.exempt.layers)],
-                    "share": point.share,
-                    "kl": asdict(point.loss.kl),
-                }
-                for point in self.curve
-            ],
-            "text": self.dataset,
-            "date": self.date,
-        }
-
     def to_dict(self) -> dict[str, Any]:
         content = asdict(self) | {"skip_flag": self.skip_flag}
         for point in [content["whole"], content["proposal"], content["split"], *content["curve"]]:
@@ -216,7 +197,9 @@ def sensitivity(
     )
     if not partial:
         if apply:
-            apply_skip_layers(checkpoint, result)
+            skip = result.skip_layers or []
+            record = search_record(search, skip, result.dataset)
+            amend(folder, skip_layers=skip, sensitivity=record)
         memory.discard()
     return result
 
@@ -244,6 +227,29 @@ def findings(
         "proposal": search.proposal,
         "split": search.split,
         "skip_layers": None if search.proposal is None else skip_words(exempt, layers),
+    }
+
+
+def search_record(
+    search: Search, skip_layers: Sequence[str], text: dict[str, Any]
+) -> dict[str, Any]:
+    """What fp8calib.json keeps of a search that has ended."""
+    assert search.proposal is not None
+    return {
+        "budget": asdict(search.budget),
+        "skip_layers": list(skip_layers),
+        "kl": asdict(search.proposal.loss.kl),
+        "share": search.proposal.share,
+        "curve": [
+            {
+                "skip_layers": [str(index) for index in sorted(point.exempt.layers)],
+                "share": point.share,
+                "kl": asdict(point.loss.kl),
+            }
+            for point in search.curve()
+        ],
+        "text": text,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -288,9 +294,3 @@ def _identity(
         served=(str(served.native), served.fp8_format, served.arithmetic, scales),
         where=(config.device, version("torch"), version("transformers")),
     )
-
-
-def apply_skip_layers(checkpoint: Checkpoint, found: Sensitivity) -> None:
-    """Record the proposal in the checkpoint; the earlier list is replaced."""
-    assert found.skip_layers is not None
-    amend(checkpoint.path, skip_layers=found.skip_layers, sensitivity=found.record())

@@ -147,6 +147,11 @@ class Measurements:
     def known(self, exemption: Exemption, documents: int | None = None) -> bool:
         return self._key(exemption, documents) in self.memory.sums
 
+    def perplexity(self, exemption: Exemption | None) -> float:
+        """Of what has been measured on all rows; None is the native cache."""
+        key = self._native(None) if exemption is None else self._key(exemption, None)
+        return float(np.exp(self._sums(key)["nll"].sum() / self._tokens(None).sum()))
+
     def difference(self, one: Exemption, other: Measurements, theirs: Exemption) -> Estimate:
         """Mean KL of `one` less that of another measurement on the same rows, paired."""
         tokens = self._tokens(None)
@@ -192,7 +197,7 @@ class Measurements:
             raise CheckFailed(
                 "logits hold NaN or infinity: `fp8calib verify` tells in which layer first"
             )
-        keys = [f"{len(rows)} texts, native", *(self._key(e, documents) for e in group)]
+        keys = [self._native(documents), *(self._key(e, documents) for e in group)]
         for key, found_sums in zip(keys, sums, strict=True):
             entry = {name: found_sums[i].tolist() for i, name in enumerate(_SUMS)}
             self.memory.sums[key] = entry
@@ -201,6 +206,9 @@ class Measurements:
     def _key(self, exemption: Exemption, documents: int | None) -> str:
         return f"{len(self.rows[:documents])} texts, native: {exemption}"
 
+    def _native(self, documents: int | None) -> str:
+        return f"{len(self.rows[:documents])} texts, native"
+
     def _tokens(self, documents: int | None) -> np.ndarray:
         return np.array([len(row) - 1.0 for row in self.rows[:documents]])
 
@@ -208,7 +216,7 @@ class Measurements:
         return {name: np.array(values) for name, values in self.memory.sums[key].items()}
 
     def _loss(self, exemption: Exemption, documents: int | None) -> Loss:
-        native = self._sums(f"{len(self.rows[:documents])} texts, native")["nll"]
+        native = self._sums(self._native(documents))["nll"]
         sums = self._sums(self._key(exemption, documents))
         totals = Resampled({"tokens": self._tokens(documents), "native": native} | sums)
         return Loss(
