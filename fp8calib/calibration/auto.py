@@ -74,12 +74,12 @@ def choose(
         for strategy in STRATEGIES
     }
     plain = KVFormat.fp8(layers, model.dtype)
-    formats = {
-        strategy: as_served(replace(plain, scales=s), None) for strategy, s in scales.items()
-    }
+    formats: dict[str, KVFormat] = {"scale_1": plain}
+    for each, found_scales in scales.items():
+        formats[each] = as_served(replace(plain, scales=found_scales), None)
     measured = {
-        name: Measurements(model, layers, each, text.rows)
-        for name, each in {"scale_1": plain, **formats}.items()
+        name: Measurements(model, layers, kv_format, text.rows)
+        for name, kv_format in formats.items()
     }
     losses = {
         name: each.measure([_WHOLE], f"choosing: {name}")[0] for name, each in measured.items()

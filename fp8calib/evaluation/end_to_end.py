@@ -314,7 +314,7 @@ def _layer_errors(
     tokens = np.bincount(columns["document"])
     loss = np.bincount(columns["document"], columns["kl"]) / np.maximum(tokens, 1)
     worst = [rows[i] for i in (-loss).argsort()[:_DIAGNOSED_DOCUMENTS]]
-    found = {}
+    found: dict[str, list[LayerError]] = {}
     for model in {id(run.loaded.model): run.loaded for run in fp8}.values():
         mine = [run for run in fp8 if run.loaded.model is model.model]
         formats = [run.variant.kv_format for run in mine]

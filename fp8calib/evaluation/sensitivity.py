@@ -19,7 +19,7 @@ from fp8calib.errors import UserError
 from fp8calib.evaluation.attention_errors import LayerError, layer_errors
 from fp8calib.evaluation.end_to_end import VerifyConfig, describe
 from fp8calib.evaluation.sensitivity_measure import Exemption, Loss, Measurements, Memory
-from fp8calib.evaluation.sensitivity_search import KV, Budget, Point, Search
+from fp8calib.evaluation.sensitivity_search import Budget, Point, Search
 from fp8calib.evaluation.text import load_text
 from fp8calib.evaluation.variants import as_served
 from fp8calib.layers import LayerSpec
@@ -212,10 +212,11 @@ def findings(
     return {
         "layers": [
             LayerSensitivity(
-                layer.index,
-                layer.name,
-                search.alone.get(layer.index),
-                *(search.parts.get((layer.index, kind)) for kind in KV),
+                index=layer.index,
+                name=layer.name,
+                alone=search.alone.get(layer.index),
+                k_alone=search.parts.get((layer.index, "k")),
+                v_alone=search.parts.get((layer.index, "v")),
                 errors=next(e for e in errors[0] if e.index == layer.index),
                 errors_at_1=next(e for e in errors[-1] if e.index == layer.index),
                 exempt=layer.index in exempt,

@@ -218,7 +218,7 @@ class Measurements:
     def _loss(self, exemption: Exemption, documents: int | None) -> Loss:
         native = self._sums(self._native(documents))["nll"]
         sums = self._sums(self._key(exemption, documents))
-        totals = Resampled({"tokens": self._tokens(documents), "native": native} | sums)
+        totals = Resampled({"tokens": self._tokens(documents), "native": native, **sums})
         return Loss(
             totals.estimate(lambda t: t["kl"] / t["tokens"]),
             totals.estimate(lambda t: np.expm1((t["nll"] - t["native"]) / t["tokens"])),
