@@ -119,6 +119,38 @@ def test_completion_logprobs(client: openai.OpenAI, llm: LLM) -> None:
     assert [x for piece in streamed if piece for x in piece.text_offset or ()] == ends
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_echo_scores_a_prompt(client: openai.OpenAI, llm: LLM, max_tokens: int) -> None:
+    """As evaluation harnesses do it."""
+    ids = llm.tokenizer("a prompt to score")["input_ids"]
+    params = SamplingParams(
+        max_tokens=max_tokens or 1, temperature=0, ignore_eos=True, logprobs=1, prompt_logprobs=1
+    )
+    (whole,) = llm.generate([{"prompt_token_ids": ids}], params)
+    assert whole.prompt_logprobs is not None and whole.outputs[0].logprobs is not None
+    generated = whole.outputs[0].token_ids[:max_tokens]
+    places = [*whole.prompt_logprobs, *whole.outputs[0].logprobs[:max_tokens]]
+    expected = [p and p[t].logprob for t, p in zip([*ids, *generated], places, strict=True)]
+    asked: Any = FIXED | {"prompt": [ids, ids], "max_tokens": max_tokens, "logprobs": 1}
+    answer = client.completions.create(echo=True, **asked)
+    for choice in answer.choices:
+        found = choice.logprobs
+        assert found is not None and found.token_logprobs is not None and found.tokens is not None
+        text = whole.outputs[0].text if max_tokens else ""
+        assert choice.text == "a prompt to score" + text
+        assert found.token_logprobs[0] is None and found.top_logprobs is not None
+        assert found.token_logprobs[1:] == pytest.approx(expected[1:], abs=1e-4)
+        assert found.tokens[:17] == list("a prompt to score")
+        assert found.text_offset == [len("".join(found.tokens[:n])) for n in range(len(places))]
+        assert choice.finish_reason == "length"
+    assert answer.usage is not None and answer.usage.prompt_tokens == 2 * len(ids)
+    stream = client.completions.create(echo=True, stream=True, **asked)
+    pieces = [choice for chunk in stream for choice in chunk.choices if choice.index == 1]
+    assert "".join(piece.text for piece in pieces) == answer.choices[1].text
+    offsets = [x for piece in pieces if piece.logprobs for x in piece.logprobs.text_offset or ()]
+    assert answer.choices[1].logprobs and offsets == answer.choices[1].logprobs.text_offset
+
+
 def test_stops(client: openai.OpenAI, llm: LLM) -> None:
     whole = llm.generate("hello", GREEDY)[0].outputs[0]
     word = whole.text[4:6]

@@ -62,11 +62,12 @@ async def chat(
     )
     prompt = await asyncio.to_thread(_prompt, model, body)
     model.check_length(prompt, max_tokens)
-    deltas = generate(model.llm, [prompt], params)
+    tally = Tally()
+    deltas = generate(model.llm, [prompt], params, tally)
     if body.stream:
-        events = _events(await started(deltas, request), model, body, params.n)
+        events = _events(await started(deltas, request), model, body, params.n, tally)
         return EventStream(events, deltas)
-    answers, usage = await unless_disconnected(request, gather(deltas, 1, params.n))
+    answers = await unless_disconnected(request, gather(deltas, 1, params.n))
     choices = [
         ChatChoice(
             index=index,
@@ -77,7 +78,7 @@ async def chat(
         )
         for index, answer in enumerate(answers)
     ]
-    return ChatCompletion(model=body.model or model.name, choices=choices, usage=usage)
+    return ChatCompletion(model=body.model or model.name, choices=choices, usage=tally.usage())
 
 
 def _prompt(model: ServedModel, body: ChatCompletionRequest) -> list[int]:
@@ -140,20 +141,23 @@ def _logprobs(
 ) -> ChatLogprobs | None:
     if not body.logprobs:
         return None
-    return chat_logprobs(tokens.token_ids, tokens.logprobs or (), body.top_logprobs or 0)
+    places = [place for place in tokens.logprobs or () if place is not None]
+    return chat_logprobs(tokens.token_ids, places, body.top_logprobs or 0)
 
 
 async def _events(
-    deltas: AsyncIterator[Delta], model: ServedModel, body: ChatCompletionRequest, n: int
+    deltas: AsyncIterator[Delta],
+    model: ServedModel,
+    body: ChatCompletionRequest,
+    n: int,
+    tally: Tally,
 ) -> AsyncIterator[ChatCompletionChunk]:
     head = ChatCompletionChunk(model=body.model or model.name, choices=[])
-    tally = Tally()
     opening = ChatDelta(role="assistant", content="")
     for index in range(n):
         choice = ChatChunkChoice(index=index, delta=opening)
         yield head.model_copy(update={"choices": [choice]})
-    async for number, output in deltas:
-        tally.add(number, output)
+    async for _, output in deltas:
         for news in filter(says_something, output.outputs):
             choice = ChatChunkChoice(
                 index=news.index,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
 
 from fastapi import Request
 from fastapi.responses import Response
 
 from fp8calib.runtime.outputs import CompletionOutput
+from fp8calib.runtime.sampling_params import SamplingParams
+from fp8calib.serve.echo import with_prompts
 from fp8calib.serve.errors import APIError
 from fp8calib.serve.generation import (
     Answer,
@@ -35,24 +38,35 @@ async def complete(
     model.check_running()
     model.check_name(body.model)
     check_request(body, model.limits)
+    params = _sampling(model, body)
+    prompts = await _prompts(model, body)
+    for prompt in prompts:
+        model.check_length(prompt, body.max_tokens)
+    tally = Tally()
+    deltas = generate(model.llm, prompts, params, tally)
+    if body.echo:
+        decode = model.tokenizer.decode
+        texts = [decode(prompt, skip_special_tokens=False) for prompt in prompts]
+        deltas = with_prompts(deltas, texts, prompts_alone=body.max_tokens == 0)
+    if body.stream:
+        events = _events(await started(deltas, request), model, body, params.n, tally)
+        return EventStream(events, deltas)
+    answers = await unless_disconnected(request, gather(deltas, len(prompts), params.n))
+    choices = [_choice(model, index, answer) for index, answer in enumerate(answers)]
+    return Completion(model=body.model or model.name, choices=choices, usage=tally.usage())
+
+
+def _sampling(model: ServedModel, body: CompletionRequest) -> SamplingParams:
+    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(
         body,
         model.default_sampling,
         model.limits,
-        max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=max_tokens + int(bool(body.echo) and max_tokens == 0),
         logprobs=body.logprobs,
         logprobs_field="logprobs",
     )
-    prompts = await _prompts(model, body)
-    for prompt in prompts:
-        model.check_length(prompt, body.max_tokens)
-    deltas = generate(model.llm, prompts, params)
-    if body.stream:
-        events = _events(await started(deltas, request), model, body, params.n)
-        return EventStream(events, deltas)
-    answers, usage = await unless_disconnected(request, gather(deltas, len(prompts), params.n))
-    choices = [_choice(index, answer) for index, answer in enumerate(answers)]
-    return Completion(model=body.model or model.name, choices=choices, usage=usage)
+    return replace(params, prompt_logprobs=body.logprobs) if body.echo else params
 
 
 async def _prompts(model: ServedModel, body: CompletionRequest) -> list[list[int]]:
@@ -74,11 +88,13 @@ async def _prompts(model: ServedModel, body: CompletionRequest) -> list[list[int
 
 
 def _choice(
-    index: int, answer: Answer | CompletionOutput, text_offset: int = 0
+    model: ServedModel, index: int, answer: Answer | CompletionOutput, text_offset: int = 0
 ) -> CompletionChoice:
     logprobs = None
     if answer.logprobs:
-        logprobs = completion_logprobs(answer.token_ids, answer.logprobs, text_offset)
+        logprobs = completion_logprobs(
+            answer.token_ids, answer.logprobs, text_offset, model.llm.llm.decode_token
+        )
     return CompletionChoice(
         index=index,
         text=answer.text,
@@ -89,16 +105,18 @@ def _choice(
 
 
 async def _events(
-    deltas: AsyncIterator[Delta], model: ServedModel, body: CompletionRequest, n: int
+    deltas: AsyncIterator[Delta],
+    model: ServedModel,
+    body: CompletionRequest,
+    n: int,
+    tally: Tally,
 ) -> AsyncIterator[Completion]:
     head = Completion(model=body.model or model.name, choices=[])
-    tally = Tally()
     offsets: dict[int, int] = {}
     async for number, output in deltas:
-        tally.add(number, output)
         for news in filter(says_something, output.outputs):
             index = number * n + news.index
-            choice = _choice(index, news, offsets.get(index, 0))
+            choice = _choice(model, index, news, offsets.get(index, 0))
             if choice.logprobs is not None:
                 offsets[index] = offsets.get(index, 0) + sum(map(len, choice.logprobs.tokens))
             yield head.model_copy(update={"choices": [choice]})

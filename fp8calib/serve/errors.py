@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from fp8calib.errors import ModelError, UserError
+
+
+_log = logging.getLogger(__name__)
 
 
 class APIError(HTTPException):
@@ -48,13 +52,15 @@ def error_response(error: APIError) -> JSONResponse:
 
 
 def as_api_error(problem: Exception) -> APIError:
-    """What a client is told of an exception that is raised while its request is worked on."""
+    """What a client is told of an exception that is raised while its request is worked on. What is
+    no fault of the request is logged, too."""
     if isinstance(problem, APIError):
         return problem
-    if isinstance(problem, ModelError):  # what the model computes is no fault of the request
-        return APIError(str(problem), status=500)
-    if isinstance(problem, UserError):
+    if isinstance(problem, UserError) and not isinstance(problem, ModelError):
         return APIError(str(problem))
+    _log.error("a request failed", exc_info=problem)
+    if isinstance(problem, ModelError):
+        return APIError(str(problem), status=500)
     return APIError(f"unexpected {type(problem).__name__}; the server's log has more", status=500)
 
 
@@ -82,7 +88,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_exception(request: Request, problem: Exception) -> JSONResponse:
-        return error_response(as_api_error(problem))
+        message = f"unexpected {type(problem).__name__}; the server's log has more"
+        return error_response(APIError(message, status=500))  # uvicorn logs it
 
 
 def _invalid(errors: Sequence[Any]) -> APIError:

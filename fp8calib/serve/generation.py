@@ -19,10 +19,33 @@ Delta = tuple[int, RequestOutput]
 """The number of a prompt in its request, and what is new of its completions."""
 
 
+class Tally:
+    """Counts the tokens of a request as its deltas pass."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}  # tokens, and how many of them were cached
+        self._completion_tokens = 0
+
+    def add(self, number: int, output: RequestOutput) -> None:
+        self._prompts[number] = (len(output.prompt_token_ids), output.num_cached_tokens)
+        self._completion_tokens += sum(len(one.token_ids) for one in output.outputs)
+
+    def usage(self) -> Usage:
+        prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=sum(cached for _, cached in self._prompts.values())
+            ),
+        )
+
+
 async def generate(
-    llm: AsyncLLM, prompts: Sequence[Sequence[int]], params: SamplingParams
+    llm: AsyncLLM, prompts: Sequence[Sequence[int]], params: SamplingParams, tally: Tally
 ) -> AsyncGenerator[Delta, None]:
-    """Complete all prompts, given as token ids, at the same time.
+    """Complete all prompts, given as token ids, at the same time; `tally` counts.
 
     Each has a task of its own that closes its generator when it ends or is cancelled; so pages are
     freed however this generator is left.
@@ -49,6 +72,7 @@ async def generate(
             if item is None:
                 unfinished -= 1
             else:
+                tally.add(*item)
                 yield item
     finally:
         for task in tasks:
@@ -76,36 +100,13 @@ async def started(deltas: AsyncGenerator[Delta, None], request: Request) -> Asyn
     return again()
 
 
-class Tally:
-    """Counts the tokens of a request as its deltas pass."""
-
-    def __init__(self) -> None:
-        self._prompts: dict[int, tuple[int, int]] = {}  # tokens, and how many of them were cached
-        self._completion_tokens = 0
-
-    def add(self, number: int, output: RequestOutput) -> None:
-        self._prompts[number] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        self._completion_tokens += sum(len(one.token_ids) for one in output.outputs)
-
-    def usage(self) -> Usage:
-        prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            total_tokens=prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(
-                cached_tokens=sum(cached for _, cached in self._prompts.values())
-            ),
-        )
-
-
 @dataclass
 class Answer:
     """One completion, put together from its deltas."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
+    logprobs: list[Mapping[int, Logprob] | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -116,18 +117,14 @@ class Answer:
         self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
 
 
-async def gather(
-    deltas: AsyncGenerator[Delta, None], num_prompts: int, n: int
-) -> tuple[list[Answer], Usage]:
+async def gather(deltas: AsyncGenerator[Delta, None], num_prompts: int, n: int) -> list[Answer]:
     """All completions, those of the first prompt first."""
     answers = [Answer() for _ in range(num_prompts * n)]
-    tally = Tally()
     async with aclosing(deltas):
         async for number, output in deltas:
-            tally.add(number, output)
             for news in output.outputs:
                 answers[number * n + news.index].add(news)
-    return answers, tally.usage()
+    return answers
 
 
 def says_something(news: CompletionOutput) -> bool:

@@ -20,7 +20,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "best_of": (None, 1),
     "chat_template": (None,),
-    "echo": (None, False),
     "functions": (None, []),
     "include_stop_str_in_output": (None, False),
     "logit_bias": (None, {}),
@@ -80,6 +79,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[NonNegativeInt] | list[list[NonNegativeInt]]
+    echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 from fp8calib.serve.errors import as_api_error
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 class EventStream(StreamingResponse):
@@ -41,10 +39,7 @@ async def _as_text(events: AsyncIterator[BaseModel]) -> AsyncIterator[str]:
         async for event in events:
             yield f"data: {event.model_dump_json()}\n\n"
     except Exception as problem:
-        error = as_api_error(problem)
-        if error.status_code >= 500:
-            _log.exception("a stream failed")
-        yield f"data: {json.dumps(error.body())}\n\n"
+        yield f"data: {json.dumps(as_api_error(problem).body())}\n\n"
     yield "data: [DONE]\n\n"
 
 
