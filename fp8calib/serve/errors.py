@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect
 
 from fp8calib.errors import ModelError, UserError
 
-
 _log = logging.getLogger(__name__)
 
 
