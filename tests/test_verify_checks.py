@@ -17,6 +17,7 @@ import torch
 from made_scales import calibrated, make_scales
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import fp8calib
 from fp8calib import SamplingParams, console
 from fp8calib.checkpoint import open_checkpoint, write_checkpoint
 from fp8calib.cli import main
@@ -471,3 +472,23 @@ def test_mistakes_get_one_line(
     code, out, err = call(capsys, str(tiny()), "--dataset", texts, *args)
     assert code == 2 and out == "" and "Traceback" not in err
     assert message in err.rpartition("error:")[2]
+
+
+@pytest.mark.slow
+def test_c22_two_thousand_tokens_show_no_runaway_with_right_scales(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    """SmolLM2 repeats itself in bfloat16 too; under FP8 it must not do so more."""
+    data: dict[str, Any] = {"dataset": "builtin:pydoc", "samples": 16, "max_seq_len": 256}
+    fp8calib.calibrate(smollm2, tmp_path / "out", **data)
+    result = verify(
+        str(tmp_path / "out"), dataset="builtin:pydoc", split="heldout", samples=8, max_seq_len=64,
+        variants="bf16,fp8", noise_floor=False, generation=2000,
+    )  # fmt: skip
+    check = result.generation
+    assert check is not None and check.tokens == 2000
+    native, fp8 = check.variants
+    assert all(len(output.text) > 1000 for output in fp8.outputs)
+    (gate,) = [gate for gate in result.gates if gate.gate == "max_repeat_increase"]
+    assert gate.passed, (native.repeat_rate, fp8.repeat_rate)
+    assert fp8.compression_increase.low <= 0  # type: ignore[operator]

@@ -4,7 +4,8 @@ Usage: python vllm_logprobs.py REQUEST.json ANSWER.npz VLLM_FLAGS...
 
 The request: ``rows`` (token ids by document) and ``top`` (how many of the most likely tokens). The
 answer, over all predicted tokens, row after row: ``ids`` and ``logprobs``, both [tokens, 1 + top],
-first the token that does follow, then the most likely ones in order; and ``version``, vLLM's.
+first the token that does follow, then the most likely ones in order; ``version``, vLLM's; and
+``device``, such as cpu or cuda.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ def main(request_file: str, answer_file: str, flags: list[str]) -> None:
     import numpy as np
     import vllm
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     request = json.loads(Path(request_file).read_text())
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # On a CPU vLLM would otherwise want most of the memory for a cache that holds a few prompts.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm"))
@@ -49,6 +52,7 @@ def main(request_file: str, answer_file: str, flags: list[str]) -> None:
         ids=np.concatenate(ids),
         logprobs=np.concatenate(logprobs),
         version=np.array(vllm.__version__),
+        device=np.array(current_platform.device_type),
     )
 
 
