@@ -109,9 +109,12 @@ def _from_hub(name: str) -> Path:
             "(a private model needs `hf auth login`)"
         ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        from huggingface_hub.constants import is_offline_mode
+
+        why = "is not asked (HF_HUB_OFFLINE is set)" if is_offline_mode() else "cannot be reached"
         raise ModelError(
             f"{name}: no such local folder, not in the Hub's cache, and the Hugging Face Hub "
-            "cannot be reached; give a local folder or demo:smollm2-135m-instruct"
+            f"{why}; give a local folder or demo:smollm2-135m-instruct"
         ) from None
     except OSError as problem:  # a full disk, or an answer of the server that is none of the above
         raise ModelError(f"{name}: cannot be fetched: {str(problem).splitlines()[0]}") from problem

@@ -10,7 +10,10 @@ import yaml
 
 from fp8calib import __version__
 from fp8calib.checkpoint.card_accuracy import accuracy_section
+from fp8calib.checkpoint.config import read_config
 from fp8calib.checkpoint.paths import safe_file
+from fp8calib.checkpoint.runtimes import rules_for
+from fp8calib.checkpoint.scheme import METHOD, quantization_config
 from fp8calib.checkpoint.serving import serve_command, serving_notes
 from fp8calib.errors import CheckpointError
 from fp8calib.scales import ScaleSet
@@ -65,6 +68,7 @@ There is a scale for {kinds}, {per}. {_weights(sidecar)}
 ```
 
 {notes}
+{_sglang(source, name, scales)}
 
 ## Calibration
 
@@ -74,6 +78,18 @@ There is a scale for {kinds}, {per}. {_weights(sidecar)}
 {accuracy}
 `fp8calib.json` holds the full record: every layer's maxima, the versions, the data's fingerprint.
 """
+
+
+def _sglang(source: Path, name: str, scales: ScaleSet) -> str:
+    """How SGLang serves it, or why it would not use the scales."""
+    rules = rules_for("sglang")
+    config = read_config(source)
+    method = (quantization_config(config) or {}).get("quant_method", METHOD)
+    version = rules.read_from.partition(":")[0]
+    if objections := list(rules.objections(config, scales.strategy)):
+        return f"- {version}: {objections[0]}."
+    command = rules.command(name, fp8_flag=method not in rules.auto)
+    return f"\nWith {version}:\n\n```sh\n{command}\n```"
 
 
 def front_matter(folder: Path) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fp8calib.checkpoint.config import architecture, layer_count, text_config
+from fp8calib.checkpoint.config import layer_count, text_config
 from fp8calib.checkpoint.reader import SINGLE, Checkpoint, scale_set
 from fp8calib.checkpoint.runtimes import Rules
-from fp8calib.checkpoint.scheme import METHOD, MODELOPT_METHOD, quantization_config
+from fp8calib.checkpoint.scheme import METHOD, quantization_config
 from fp8calib.checkpoint.sharding import kv_heads
 from fp8calib.errors import ScaleError
 from fp8calib.scales import KINDS, Kind, ScaleSet, Strategy, label, problems
@@ -101,25 +101,8 @@ def _engine_problems(
     checkpoint: Checkpoint, strategy: Strategy, rules: Rules, tp: int
 ) -> Iterator[str]:
     section = quantization_config(checkpoint.config) or {}
-    method = section.get("quant_method", METHOD)
-    if rules.never:
-        yield rules.never
-    if trouble := rules.strategies[strategy]:
-        yield trouble
-    elif strategy not in rules.methods.get(str(method), []):
-        yield (
-            f"the weights are quantized with {method!s:.40}: {rules.title} loads no "
-            f"{strategy} scales beside those"
-        )
-    if method == MODELOPT_METHOD and not section.get("quant_algo") and rules.modelopt_kv_only:
-        yield rules.modelopt_kv_only
-    name = architecture(checkpoint.config)
-    if rules.architectures and name not in rules.architectures:
-        way = "no way to give it scales is known"
-        if name in rules.param_path:
-            way = "`fp8calib convert --to sglang` makes the JSON for --quantization-param-path"
-        yield f"{rules.title}'s {name} does not find scales in a checkpoint and runs at 1.0; {way}"
-    yield from _section_problems(section, method, strategy, rules)
+    yield from rules.objections(checkpoint.config, strategy)
+    yield from _section_problems(section, section.get("quant_method", METHOD), strategy, rules)
     yield from _sharding_problems(checkpoint, strategy, rules, tp)
 
 

@@ -126,6 +126,7 @@ def _engine_notes(
         yield f"The cache stays in 16 bit by default: pass {rules.dtype}."
     if rules.title == "vLLM":
         yield from serving_notes(strategy, query, skip)[0 if automatic else 1 :]
+        yield from rules.notes if automatic else ()
     else:
         yield from rules.notes
         yield from rules.with_query if query else ()

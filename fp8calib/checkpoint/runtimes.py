@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from fp8calib.checkpoint.scheme import METHOD, quantization_config
+from fp8calib.checkpoint.config import architecture
+from fp8calib.checkpoint.scheme import METHOD, MODELOPT_METHOD, quantization_config
 from fp8calib.errors import UserError
 from fp8calib.scales import Strategy
 
@@ -47,6 +48,29 @@ class Rules(BaseModel):
         """Whether the engine's default cache dtype becomes FP8 by what config.json declares."""
         method = (quantization_config(config) or {}).get("quant_method", METHOD)
         return declared is not None and method in self.auto and not self.strategies[declared]
+
+    def objections(self, config: dict[str, Any], strategy: Strategy) -> Iterator[str]:
+        """Why the engine would not use scales of `strategy` in a checkpoint with this config.json,
+        whatever the scales are."""
+        section = quantization_config(config) or {}
+        method = section.get("quant_method", METHOD)
+        if self.never:
+            yield self.never
+        if trouble := self.strategies[strategy]:
+            yield trouble
+        elif strategy not in self.methods.get(str(method), []):
+            yield (
+                f"the weights are quantized with {method!s:.40}: {self.title} loads no {strategy} "
+                "scales beside those"
+            )
+        if method == MODELOPT_METHOD and not section.get("quant_algo") and self.modelopt_kv_only:
+            yield self.modelopt_kv_only
+        name = architecture(config)
+        if self.architectures and name not in self.architectures:
+            way = "no way to give it scales is known"
+            if name in self.param_path:
+                way = "`fp8calib convert --to sglang` makes the JSON for --quantization-param-path"
+            yield f"{self.title}'s {name} finds no scales in a checkpoint and runs at 1.0; {way}"
 
     def command(
         self, checkpoint: str, *, fp8_flag: bool, skip_layers: Sequence[str] = (), tp: int = 1
