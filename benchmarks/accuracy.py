@@ -2,9 +2,10 @@
 
     python benchmarks/accuracy.py [--spreads 1,4,16,64,256] [--texts 24] [--plot docs/accuracy.svg]
 
-SmolLM2-135M-Instruct, and the same function with heads further apart: in every layer K of the first
-KV head is multiplied by `spread` and its queries divided by it, V of the third divided and its
-columns of the output projection multiplied. Powers of two, so native bfloat16 computes the same.
+SmolLM2-135M-Instruct, and the same function with heads further apart: in every layer K and V of the
+first KV head are multiplied by `spread` and those of the third divided by it, and what reads them
+(queries, columns of the output projection) the other way round. Powers of two, so native bfloat16
+computes the same.
 
 Five caches on held-out text, all with accurate attention (queries and probabilities in 16 bit):
 scale 1.0; what llm-compressor writes by default (one K and V scale a layer); our tensor scales; our
@@ -55,10 +56,13 @@ def spread_heads(model: Any, spread: float) -> None:
     for layer in model.model.layers:
         attention = layer.self_attn
         dim, group = attention.head_dim, attention.num_key_value_groups
-        attention.k_proj.weight[:dim] *= spread
-        attention.q_proj.weight[: group * dim] /= spread
-        attention.v_proj.weight[2 * dim : 3 * dim] /= spread
-        attention.o_proj.weight[:, 2 * group * dim : 3 * group * dim] *= spread
+        for head, factor in ((0, spread), (2, 1 / spread)):
+            own = slice(head * dim, (head + 1) * dim)
+            readers = slice(head * group * dim, (head + 1) * group * dim)
+            attention.k_proj.weight[own] *= factor
+            attention.q_proj.weight[readers] /= factor
+            attention.v_proj.weight[own] *= factor
+            attention.o_proj.weight[:, readers] /= factor
 
 
 def our_scales(loaded: LoadedModel, rows: list[list[int]]) -> dict[str, ScaleSet]:

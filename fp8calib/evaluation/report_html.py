@@ -236,14 +236,14 @@ def _gates(report: Report) -> str:
         rows.append(
             [
                 text(what),
-                text(names.get(gate.get("variant"), gate.get("variant"))),
+                verdict,
                 estimate(gate.get("measured"), form),
                 f"{bound} {number(gate.get('limit'), form)}",
-                verdict,
+                text(names.get(gate.get("variant"), gate.get("variant"))),
             ]
         )
     note = "The point estimate decides; inconclusive: its interval lies on both sides of the limit."
-    head = ["gate", "cache", "measured", "limit", ""]
+    head = ["gate", "", "measured", "limit", "cache"]
     return section("Gates", table(head, rows, words=True) if rows else "", note=note)
 
 
