@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,30 +75,57 @@ def live_check(
     Raises:
         UserError: there is no vLLM there, or no scale to change.
     """
+    return live_checks([checkpoint], python, skip_layers)[0]
+
+
+def live_checks(
+    checkpoints: Sequence[str | Path], python: str | None = None, skip_layers: Sequence[str] = ()
+) -> list[LiveCheck]:
+    """As `live_check`, of several checkpoints in one process of vLLM."""
     from fp8calib.models import resolve_model
 
-    folder = Path(checkpoint)
-    opened = open_checkpoint(folder if folder.is_dir() else resolve_model(str(checkpoint)))
-    skipped = resolve_skip_layers(skip_layers, opened.layers)[1] if skip_layers else frozenset()
-    index, scale = _one_to_change(opened, skipped)
     interpreter = _interpreter(python)
-    vocabulary = text_config(opened.config).get("vocab_size") or 1000
-    prompt = [1 + 7919 * i % (int(vocabulary) - 1) for i in range(_PROMPT_TOKENS)]
     options = {"kv_cache_dtype_skip_layers": list(skip_layers)} if skip_layers else {}
-    with _altered(opened, scale) as copy:
-        asked = {
-            "checkpoints": [str(opened.path), str(copy)], "prompt": prompt, "options": options
-        }  # fmt: skip
-        seen = _run(interpreter, asked)
-    if isinstance(seen, str):
-        return LiveCheck("?", "?", 0, scale.tensor, 0.0, 0.0, [f"vLLM does not run it: {seen}"])
-    first, second = seen["as_it_is"], seen["altered"]
-    again, runs = second["logprobs"][0], first["logprobs"]
-    noise, change = _difference(*runs), _difference(runs[0], again)
-    problems = list(_not_held(opened, first["layers"], skipped))
-    compared = sum(len(kinds) for i, kinds in opened.scales.items() if i not in skipped)
-    wanted = scale.values * np.float32(FACTOR)
-    if not _same(_layer(second["layers"], index).get("v"), wanted):
+    jobs, cases = [], []
+    with ExitStack() as copies:
+        for checkpoint in checkpoints:
+            folder = Path(checkpoint)
+            opened = open_checkpoint(folder if folder.is_dir() else resolve_model(str(checkpoint)))
+            layers = opened.layers
+            skipped = resolve_skip_layers(skip_layers, layers)[1] if skip_layers else frozenset()
+            index, scale = _one_to_change(opened, skipped)
+            cases.append((opened, skipped, index, scale))
+            vocabulary = text_config(opened.config).get("vocab_size")
+            limit = vocabulary if isinstance(vocabulary, int) and vocabulary > 1 else 1000
+            prompt = [1 + 7919 * i % (limit - 1) for i in range(_PROMPT_TOKENS)]
+            for place in (opened.path, copies.enter_context(_altered(opened, scale))):
+                jobs.append({"checkpoint": str(place), "prompt": prompt, "options": options})
+        report = _run(interpreter, jobs)
+    if isinstance(report, str):
+        failed = f"vLLM does not run it: {report}"
+        return [LiveCheck("?", "?", 0, case[3].tensor, 0.0, 0.0, [failed]) for case in cases]
+    seen = report["seen"]
+    return [
+        _judge(report["version"], seen[2 * number], seen[2 * number + 1], *case)
+        for number, case in enumerate(cases)
+    ]
+
+
+def _judge(
+    version: str,
+    first: dict[str, Any],
+    second: dict[str, Any],
+    checkpoint: Checkpoint,
+    skipped: frozenset[int],
+    index: int,
+    scale: FoundScale,
+) -> LiveCheck:
+    """What vLLM made of a checkpoint (`first`) and of its altered copy."""
+    noise = _difference(*first["logprobs"])
+    change = _difference(first["logprobs"][0], second["logprobs"][0])
+    problems = list(_not_held(checkpoint, first["layers"], skipped))
+    compared = sum(len(kinds) for i, kinds in checkpoint.scales.items() if i not in skipped)
+    if not _same(_layer(second["layers"], index).get("v"), scale.values * np.float32(FACTOR)):
         problems.append(f"layer {index}: vLLM does not hold the changed v_scale of the copy")
     if not change > 2 * noise:
         problems.append(
@@ -106,7 +133,7 @@ def live_check(
             f"({change:.3g}, noise {noise:.3g}): the scale is not used"
         )
     return LiveCheck(
-        seen["version"], first["kv_cache_dtype"], compared, scale.tensor, change, noise, problems
+        version, first["kv_cache_dtype"], compared, scale.tensor, change, noise, problems
     )
 
 
@@ -166,11 +193,11 @@ def _listed_name(checkpoint: Checkpoint, file: Path) -> str:
     return next(name for name in checkpoint.files if safe_file(checkpoint.path, name) == file)
 
 
-def _run(interpreter: str, asked: dict[str, Any]) -> dict[str, Any] | str:
+def _run(interpreter: str, jobs: list[dict[str, Any]]) -> dict[str, Any] | str:
     """What the probe reports; its last complaint where it fails."""
-    command = [interpreter, str(Path(__file__).with_name("live_probe.py")), json.dumps(asked)]
+    command = [interpreter, str(Path(__file__).with_name("live_probe.py")), json.dumps(jobs)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    with console.progress("vLLM loads the checkpoint, twice", None):
+    with console.progress("vLLM loads the checkpoint and its copy", None):
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_SECONDS, env=environment

@@ -1,7 +1,7 @@
-"""Run by the Python that has vLLM, which need not have fp8calib: load a checkpoint, and then an
-altered copy of it, as a server would, and print what came of both as one line of JSON.
+"""Run by the Python that has vLLM, which need not have fp8calib: load checkpoints one after the
+other, as a server would, and print what came of each as one line of JSON.
 
-Usage: python live_probe.py '{"checkpoints": [...], "prompt": [...], "options": {...}}'
+Usage: python live_probe.py '[{"checkpoint": ..., "prompt": [...], "options": {...}}, ...]'
 """
 
 import gc
@@ -38,7 +38,7 @@ def logprobs(llm, prompt):
     ]
 
 
-def load(checkpoint, prompt, runs, options):
+def load(checkpoint, prompt, options):
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -54,7 +54,7 @@ def load(checkpoint, prompt, runs, options):
     seen = {
         "kv_cache_dtype": str(llm.llm_engine.vllm_config.cache_config.cache_dtype),
         "layers": llm.apply_model(held)[0],
-        "logprobs": [logprobs(llm, prompt) for _ in range(runs)],
+        "logprobs": [logprobs(llm, prompt) for _ in range(2)],
     }
     del llm
     gc.collect()
@@ -66,13 +66,8 @@ def main():
     asked = json.loads(sys.argv[1])
     import vllm
 
-    first, second = asked["checkpoints"]
-    report = {
-        "version": vllm.__version__,
-        "as_it_is": load(first, asked["prompt"], 2, asked["options"]),
-        "altered": load(second, asked["prompt"], 1, asked["options"]),
-    }
-    print("\n" + json.dumps(report))
+    seen = [load(**job) for job in asked]
+    print("\n" + json.dumps({"version": vllm.__version__, "seen": seen}))
 
 
 if __name__ == "__main__":
