@@ -90,7 +90,7 @@ def test_pages_of_two_dtypes_are_counted_and_refused_by_triton(tiny: Tiny) -> No
 # --- errors of attention, layer by layer
 
 
-def test_layer_errors_tell_k_v_and_q_apart(tiny: Tiny) -> None:
+def test_c21_layer_errors_tell_k_v_and_q_apart(tiny: Tiny) -> None:
     """One layer's K passes 448, another's V is too small for e4m3 at scale 1.0, in a third one
     everything is as usual; scales that fit take the errors away."""
 
