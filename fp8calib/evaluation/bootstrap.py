@@ -40,7 +40,7 @@ class Resampled:
         sums: by key, an array [documents] of sums.
     """
 
-    def __init__(self, sums: Mapping[Hashable, np.ndarray]) -> None:
+    def __init__(self, sums: Mapping[Any, np.ndarray]) -> None:
         table = np.stack(list(sums.values()), axis=1)
         self.documents = len(table)
         self._total = dict(zip(sums, table.sum(0), strict=True))

@@ -25,11 +25,12 @@ from fp8calib.evaluation.layer_table import layer_table, recorded_search
 from fp8calib.evaluation.measurement import measure, noise_pass, tokens_per_pass
 from fp8calib.evaluation.metrics import NOISE, TokenTable
 from fp8calib.evaluation.needle import needle_lengths
-from fp8calib.evaluation.summary import NoiseFloor, Summary, suspicious
+from fp8calib.evaluation.summary import Summary, suspicious
 from fp8calib.evaluation.tasks import TaskSet
 from fp8calib.evaluation.text import load_text, long_text
 from fp8calib.evaluation.variants import Plan, Run, Variant, native_variant, plan_variants
 from fp8calib.evaluation.verification import Verification
+from fp8calib.model_loading import vocabulary_size
 from fp8calib.models import resolve_model
 from fp8calib.recipe import Gates
 from fp8calib.runtime.kv_cache_dtype import check_words
@@ -219,10 +220,7 @@ def _own_native(variant: Variant) -> Variant:
 
 def _check_tokens(runs: Sequence[Run], data: TokenData) -> None:
     largest = max(max(row) for row in data.rows)
-    vocabulary = min(
-        run.loaded.model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
-        for run in runs
-    )
+    vocabulary = min(vocabulary_size(run.loaded.model) for run in runs)
     if largest >= vocabulary:
         raise DataError(f"token id {largest} is beyond the model's vocabulary of {vocabulary}")
 
@@ -266,10 +264,7 @@ def _report(
         )
         for run in plan.runs
     ]
-    noise = None
-    if NOISE in tables:
-        how = f"native in passes of {noise_pass(limit)} tokens, against passes of {limit}"
-        noise = NoiseFloor(**summary.divergence(NOISE), how=how)
+    how = f"native in passes of {noise_pass(limit)} tokens, against passes of {limit}"
     generation, needle, tasks = checks.generation, checks.needle, checks.tasks
     judged = judge_all(gates, results, generation, needle, tasks)
     failed = {gate.variant for gate in judged if not gate.passed}
@@ -284,7 +279,7 @@ def _report(
         skip_layers_recorded=plan.recorded,
         reference=plan.reference.variant.key,
         variants=results,
-        noise_floor=noise,
+        noise_floor=summary.noise_floor(how),
         effect=summary.effect([run.variant for run in plan.runs]),
         gates=judged,
         generation=generation,

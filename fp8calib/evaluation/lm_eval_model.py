@@ -181,7 +181,7 @@ class Fp8CalibLM(TemplateLM):
                     stop=[s for s in handle_stop_sequences(options.get("until"), None) if s],
                 )
             )
-        longest = max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True))
+        longest = max(len(p) + (s.max_tokens or 0) for p, s in zip(prompts, params, strict=True))
         engine = make_engine(self.run, min(_NUM_SEQS, len(prompts)), longest)
         queued = [
             engine.add_request(one, prompt_token_ids=ids)

@@ -145,7 +145,7 @@ def _question(
     ]
     gap, stop = tokenize("\n\n"), tokenize(".\n\n")
     needles = [[*gap, *asked, *answer, *stop] for asked, answer in facts]
-    ending, answers = list(gap), {}
+    ending, answers = list(gap), dict[int, tuple[int, int]]()
     for number in rng.sample(range(len(facts)), len(facts)):  # not in the order of the text
         asked, answer = facts[number]
         ending += [*(stop if answers else []), *asked, *answer]

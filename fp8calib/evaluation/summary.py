@@ -210,6 +210,10 @@ class Summary:
             **variant.facts(layers),
         )
 
+    def noise_floor(self, how: str) -> NoiseFloor | None:
+        """None where it was not measured."""
+        return NoiseFloor(**self.divergence(NOISE), how=how) if NOISE in self.columns else None
+
     def worst(
         self, key: str, rows: Sequence[Sequence[int]], decode: Callable[[Sequence[int]], str]
     ) -> WorstToken:

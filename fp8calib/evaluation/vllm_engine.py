@@ -25,7 +25,7 @@ from fp8calib.evaluation.end_to_end import VerifyConfig, describe
 from fp8calib.evaluation.gates import judge_all
 from fp8calib.evaluation.layer_table import layer_table
 from fp8calib.evaluation.metrics import NOISE, TokenTable
-from fp8calib.evaluation.summary import NoiseFloor, Summary, suspicious
+from fp8calib.evaluation.summary import Summary, suspicious
 from fp8calib.evaluation.text import load_text
 from fp8calib.evaluation.top_logprobs import TopLogprobs, table_of
 from fp8calib.evaluation.variants import Variant, title_of
@@ -129,10 +129,7 @@ def _report(
         worst = summary.worst(variant.key, rows, decode)
         result = summary.variant(variant, checkpoint.layers, worst)
         results.append(replace(result, attention="vllm"))
-    noise = None
-    if NOISE in tables:
-        how = f"native in steps of {_NOISE_PASS} tokens, against steps of {_PASS}"
-        noise = NoiseFloor(**summary.divergence(NOISE), how=how)
+    how = f"native in steps of {_NOISE_PASS} tokens, against steps of {_PASS}"
     return Verification(
         model=model,
         engine="vllm",
@@ -142,7 +139,7 @@ def _report(
         skip_layers_recorded=config.kv_cache_dtype_skip_layers is None,
         reference=reference,
         variants=results,
-        noise_floor=noise,
+        noise_floor=summary.noise_floor(how),
         effect=None,
         gates=judge_all(gates, results, None, None, []),
         generation=None,
