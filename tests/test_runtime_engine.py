@@ -10,6 +10,7 @@ import pytest
 import torch
 from greedy import by_engine
 
+from fp8calib.attention import use_attention
 from fp8calib.errors import UserError
 from fp8calib.runtime.block_manager import NO_BLOCK, BlockManager, BlockPool
 from fp8calib.runtime.config import EngineConfig
@@ -17,6 +18,7 @@ from fp8calib.runtime.engine import Engine
 from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import CacheGroup, cache_groups, plan_blocks
 from fp8calib.runtime.loader import LoadedModel, load
+from fp8calib.runtime.outputs import RequestOutput
 from fp8calib.runtime.request import Request
 from fp8calib.runtime.sampling_params import SamplingParams
 
@@ -224,6 +226,70 @@ def test_stop_strings_tokens_and_end_of_text(llama: LoadedModel) -> None:
     assert (request.finish_reason, request.stop_reason) == ("stop", None)
     assert request.output_token_ids[-1] == token
     assert run_one(ending, "hello").output_token_ids == whole.output_token_ids
+
+
+def test_min_tokens_puts_off_the_end(llama: LoadedModel) -> None:
+    whole = run_one(llama, "hello")
+    ending = LoadedModel(**{**vars(llama), "eos_token_ids": frozenset(whole.output_token_ids[:1])})
+    assert len(run_one(ending, "hello", ignore_eos=False).output_token_ids) == 1
+    later = run_one(ending, "hello", ignore_eos=False, min_tokens=6)
+    assert len(later.output_token_ids) > 6 or later.finish_reason == "length"
+    assert whole.output_token_ids[0] not in later.output_token_ids[:6]
+    token = whole.output_token_ids[3]
+    stopped = run_one(llama, "hello", stop_token_ids=[token], min_tokens=9)
+    assert token not in stopped.output_token_ids[:9]
+
+
+@pytest.mark.parametrize("budget", [7, 2048])
+def test_prompt_log_probabilities(llama: LoadedModel, budget: int) -> None:
+    """In pieces or at once, those of a plain forward pass."""
+    prompt = list(range(30, 50))
+    engine = Engine(llama, EngineConfig(max_num_seqs=4, max_num_batched_tokens=budget))
+    params = SamplingParams(n=2, max_tokens=2, prompt_logprobs=2, logprobs=1, temperature=0)
+    for _ in range(2):  # the second time with the prefix in the cache, which must not be used
+        group = engine.add_group(params, prompt_token_ids=prompt)
+        drain(engine)
+    output = RequestOutput.of(group, str)
+    with torch.inference_mode(), use_attention(llama.model, "sdpa"):
+        expected = llama.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(prompt)
+    assert output.prompt_logprobs[0] is None
+    for i, (token, entry) in enumerate(zip(prompt[1:], output.prompt_logprobs[1:], strict=True)):
+        assert entry is not None and next(iter(entry)) == token
+        for other, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(float(expected[i, other]), abs=1e-3)
+        assert set(entry) >= set(expected[i].topk(2).indices.tolist())
+    (first, *_) = output.outputs[0].logprobs or []
+    best = int(expected[-1].argmax())
+    assert next(iter(first)) == best and first[best].rank == 1
+    assert first[best].decoded_token == str(best)
+
+
+def test_a_request_whose_logits_are_nan_fails_alone(llama: LoadedModel) -> None:
+    engine = Engine(llama, EngineConfig(max_num_batched_tokens=64))
+    good = engine.add_request(GREEDY, prompt_token_ids=[5, 6, 7])
+    engine.step()
+    embeddings = llama.model.get_input_embeddings().weight
+    before = embeddings[300].clone()
+    try:
+        with torch.no_grad():
+            embeddings[300] = torch.nan
+        bad = engine.add_request(GREEDY, prompt_token_ids=[300, 6, 7])
+        drain(engine)
+    finally:
+        with torch.no_grad():
+            embeddings[300] = before
+    assert bad.finish_reason == "abort" and "logits are NaN" in str(bad.error)
+    assert good.finish_reason == "length" and good.error is None
+    assert [good.output_token_ids] == by_engine(llama, [[5, 6, 7]], 12)
+    assert engine.stats.pages_used == 0
+
+
+def test_the_start_up_line_counts_pages_and_tokens(llama: LoadedModel) -> None:
+    memory = pool_bytes(llama, 160)
+    engine = Engine(llama, EngineConfig(kv_cache_dtype="fp8", kv_cache_memory_bytes=memory))
+    line = engine.describe_cache()
+    assert line.startswith("40 pages of 16 tokens in 0.00 GB; 640 tokens fit, 2.00 times as many")
 
 
 def test_random_tokens_depend_on_seed_and_position_alone(llama: LoadedModel) -> None:

@@ -104,8 +104,117 @@ def test_nan_logits_are_noticed() -> None:
         ({"top_k": -2}, "top_k must be 0"),
         ({"seed": -1}, "seed must be from 0"),
         ({"stop": ["end", ""]}, "stop must be texts that are not empty"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"min_p": 1.5}, "min_p must be from 0 to 1"),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens must be from 0 to max_tokens"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"presence_penalty": 3.0}, "presence_penalty must be from -2 to 2"),
+        ({"logprobs": -1}, "logprobs must be 0 or more"),
     ],
 )
 def test_parameters_out_of_range_are_refused(wrong: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         SamplingParams(**wrong)
+
+
+# --- min-p, penalties, early ends, log probabilities ---------------------------------------------
+
+
+def test_min_p_is_a_share_of_the_likeliest() -> None:
+    # Shares of the largest, in order: 1, 0.37, 0.13, 0.08, 0.05, 0.02.
+    assert draw(SamplingParams(min_p=0.1)).nonzero().flatten().tolist() == [0, 2, 4]
+    assert draw(SamplingParams(min_p=1.0)).nonzero().flatten().tolist() == [4]
+    # top_k and top_p count what min_p left.
+    assert draw(SamplingParams(min_p=0.3, top_p=0.8)).nonzero().flatten().tolist() == [0, 4]
+    assert draw(SamplingParams(min_p=0.3, top_p=0.7)).nonzero().flatten().tolist() == [4]
+
+
+def test_every_filter_that_leaves_all_changes_nothing() -> None:
+    plain = draw(SamplingParams())
+    for params in (SamplingParams(top_k=6), SamplingParams(top_p=0.9999), SamplingParams(top_k=-1)):
+        assert (draw(params) - plain).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("logits", [[0.0, 1.0], [-torch.inf, 0.0, -torch.inf], [5.0, -torch.inf]])
+def test_the_ends_of_the_random_range_hit_possible_tokens(logits: list[float]) -> None:
+    from fp8calib.runtime.sampler import _invert
+
+    row = torch.tensor([logits]).double().softmax(-1)
+    for uniform in (0.0, 0.5, 1 - 2.0**-53):
+        token = int(_invert(row, torch.tensor([uniform], dtype=torch.float64)))
+        assert row[0, token] > 0
+
+
+def penalised(
+    logits: torch.Tensor, prompt: list[int], output: list[int], p: SamplingParams
+) -> torch.Tensor:
+    """As OpenAI and the CTRL paper define them, one token at a time."""
+    result = logits.clone()
+    for token in range(len(logits)):
+        if token in prompt or token in output:
+            positive = result[token] > 0
+            result[token] *= 1 / p.repetition_penalty if positive else p.repetition_penalty
+        result[token] -= p.frequency_penalty * output.count(token)
+        result[token] -= p.presence_penalty * (token in output)
+    return result
+
+
+def test_penalties() -> None:
+    torch.manual_seed(1)
+    vocab, slots = 12, 3
+    sampler = Sampler(slots, vocab)
+    histories = [([1, 2, 2, 5], [2, 3, 3]), ([0], [])]
+    params = [
+        SamplingParams(temperature=0, repetition_penalty=1.7, frequency_penalty=0.4),
+        SamplingParams(temperature=0, presence_penalty=1.5, frequency_penalty=-0.3),
+    ]
+    for slot, (prompt, output) in zip((2, 0), histories, strict=True):
+        sampler.penalties.begin(slot, prompt, output)
+    for step in range(8):
+        logits = torch.randn(3, vocab)
+        rows = [
+            SamplingRow(params[0], 0, step, slot=2),
+            SamplingRow(SamplingParams(temperature=0), 0, step, slot=1),
+            SamplingRow(params[1], 0, step, slot=0),
+        ]
+        tokens = sampler.sample(logits, rows).wait()[0]
+        assert tokens[1] == int(logits[1].argmax())
+        for row, (prompt, output), one in zip((0, 2), histories, params, strict=True):
+            assert tokens[row] == int(penalised(logits[row], prompt, output, one).argmax())
+            output.append(tokens[row])
+    # The next sequence in the slot does not inherit them.
+    sampler.penalties.begin(2, [], [])
+    logits = torch.randn(1, vocab)
+    assert sampler.sample(logits, [SamplingRow(params[0], 0, 0, slot=2)]).wait()[0] == [
+        int(logits.argmax())
+    ]
+
+
+def test_banned_tokens_do_not_come() -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0], [5.0, 4.0, 3.0]])
+    rows = [
+        SamplingRow(SamplingParams(temperature=0), 0, 0, banned=(0, 1)),
+        SamplingRow(SamplingParams(temperature=0), 0, 0),
+    ]
+    assert sample(logits, rows) == [2, 0]
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    """Before temperature and penalties; the token itself first, with its rank."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, 40)
+    rows = [
+        SamplingRow(SamplingParams(temperature=2.0, logprobs=3), 7, 0),
+        SamplingRow(SamplingParams(temperature=0), 0, 0),
+        SamplingRow(SamplingParams(temperature=0, logprobs=0), 0, 0),
+    ]
+    tokens, logprobs = Sampler(1, 40).sample(logits, rows).wait()
+    assert logprobs.keys() == {0, 2}
+    expected = logits.log_softmax(-1)
+    order = logits[0].argsort(descending=True).tolist()
+    (own, *best) = logprobs[0]
+    assert own[0] == tokens[0] and own[2] == order.index(tokens[0]) + 1
+    assert [(token, rank) for token, _, rank in best] == [(order[i], i + 1) for i in range(3)]
+    for token, value, _ in logprobs[0]:
+        assert value == pytest.approx(float(expected[0, token]), abs=1e-5)
+    assert [(token, rank) for token, _, rank in logprobs[2]] == [(int(logits[2].argmax()), 1)]
