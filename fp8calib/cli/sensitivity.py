@@ -75,9 +75,9 @@ def sensitivity(
     """Find the layers that an FP8 cache hurts, and the fewest to leave in 16 bit within a budget.
 
     By default the budget is --budget-kl 0.05, on 16 texts of up to 256 tokens. A plain model is
-    judged at scale 1.0, a calibrated checkpoint with its scales. K and V are also judged apart:
-    `fp8calib run` can keep one of them in 16 bit and not the other; vLLM cannot, its flag names
-    whole layers.
+    judged at scale 1.0, a calibrated checkpoint with its scales. K and V are also judged apart: the
+    runtime here can keep one of them in 16 bit and not the other (KVFormat's native_k and native_v
+    in Python); vLLM cannot, its flag names whole layers.
     """
     from fp8calib.models import resolve_model
     from fp8calib.recipe import Gates
@@ -216,7 +216,7 @@ def verdict(result: Sensitivity) -> list[str]:
         split = result.split
         lines.append(
             f"keeping in 16 bit only {split.exempt} has mean KL {split.loss.kl.value:.4g} at "
-            f"{split.share:.1%} of the bytes; this runtime can, vLLM cannot keep K or V alone"
+            f"{split.share:.1%} of the bytes; KVFormat(native_k, native_v) does that here, vLLM cannot"
         )
     high = found.loss.kl.high
     if budget.kl is not None and high is not None and high > budget.kl:
