@@ -50,11 +50,13 @@ def cache_dir() -> Path:
     return Path(base).expanduser().absolute() / "fp8calib"
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, allow_pickle: bool = False) -> Path:
     """Return the folder that holds the model `name`, fetching it first when needed.
 
     `name` is a local folder with a config.json, `demo:smollm2-135m-instruct`, or the id of a model
-    on the Hugging Face Hub. Raises ModelError when there is no such model or it cannot be fetched.
+    on the Hugging Face Hub. With `allow_pickle` a model of the Hub may have pickled weights only;
+    they are fetched, not opened. Raises ModelError when there is no such model or it cannot be
+    fetched.
     """
     if name.startswith(DEMO_PREFIX):
         from fp8calib.demo_model import demo_model
@@ -73,7 +75,7 @@ def resolve_model(name: str) -> Path:
             f"{name}: no such folder. Give a folder with a config.json, a model id of the "
             "Hugging Face Hub (owner/name), or demo:smollm2-135m-instruct"
         )
-    return _from_hub(name)
+    return _from_hub(name, allow_pickle)
 
 
 def _local_folder(path: Path) -> Path:
@@ -84,7 +86,7 @@ def _local_folder(path: Path) -> Path:
     return path
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, allow_pickle: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -120,9 +122,12 @@ def _from_hub(name: str) -> Path:
         raise ModelError(f"{name}: cannot be fetched: {str(problem).splitlines()[0]}") from problem
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name}: this Hub repository holds no config.json")
+    if not any(folder.glob("*.safetensors")) and allow_pickle:
+        return Path(snapshot_download(name, allow_patterns=[*_HUB_FILES, "pytorch_model*.bin"]))
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
-            f"{name}: this Hub repository holds no safetensors weights; convert them with python "
+            f"{name}: this Hub repository holds no safetensors weights; calibrate with "
+            f"--allow-pickle, or convert them with python "
             f'-c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
             f"[c.from_pretrained('{name}').save_pretrained('DIR') for c in (M, T)]\" and give DIR"
         )

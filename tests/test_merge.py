@@ -14,7 +14,7 @@ from made_scales import make_scales
 from test_convert import random_set
 
 from fp8calib.checkpoint import inspect, open_checkpoint, read_scales
-from fp8calib.checkpoint.conversion import convert, merge
+from fp8calib.checkpoint.conversion import convert, load_scales, merge
 from fp8calib.checkpoint.formats import ScaleFile, own_json
 from fp8calib.cli import main
 from fp8calib.errors import CheckpointError, ScaleError
@@ -154,3 +154,25 @@ def test_a_converted_calibration_can_be_rescaled(tmp_path: Path, tiny: Tiny) -> 
     again = rescale(tmp_path / "tensor", tmp_path / "again")
     assert again.scales.strategy == "tensor"
     assert equal(again.scales, read_scales(tmp_path / "tensor"))
+
+
+def test_c20_scales_from_a_file_go_into_a_live_engine(tiny: Tiny, tmp_path: Path) -> None:
+    """The file's side: what `load_scales` reads of any format is what a fresh load would hold."""
+    from fp8calib import LLM, SamplingParams
+
+    source = tiny()
+    layers = open_checkpoint(source).layers
+    first = make_scales(layers, "tensor")
+    second = ScaleSet(
+        "tensor",
+        {i: LayerScales(a.name, a.k * 8, a.v * 8, a.q) for i, a in first.layers.items()},
+    )
+    merge(source, written(first, tmp_path / "1.json"), tmp_path / "one")
+    merge(source, written(second, tmp_path / "2.json"), tmp_path / "two")
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    llm = LLM(str(tmp_path / "one"))
+    before = llm.generate(["some text"], greedy)[0].outputs[0].token_ids
+    llm.reload_scales(load_scales(tmp_path / "2.json"))
+    after = llm.generate(["some text"], greedy)[0].outputs[0].token_ids
+    fresh = LLM(str(tmp_path / "two")).generate(["some text"], greedy)[0].outputs[0].token_ids
+    assert list(after) == list(fresh) and list(after) != list(before)

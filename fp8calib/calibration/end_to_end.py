@@ -54,6 +54,7 @@ def calibrate(
     trust_remote_code: bool = False,
     name: str | None = None,
     auto: bool = False,
+    allow_pickle: bool = False,
     **options: Any,
 ) -> CalibrationResult:
     """Calibrate FP8 KV-cache scales for `model` and write them as a checkpoint.
@@ -73,6 +74,7 @@ def calibrate(
         checkpoint_every: save what was observed every so many batches.
         resume: go on from what was saved so.
         trust_remote_code: run model code that comes with the checkpoint.
+        allow_pickle: read weights from .bin files where there are no others.
         name: what the model card calls the checkpoint; the output's name where None.
         auto: choose the strategy and skip layers by measuring, see `calibration.auto`; the budget
             is the recipe's gate ``max_kl``.
@@ -100,6 +102,7 @@ def calibrate(
         resume=resume,
         name=name,
         auto=auto,
+        allow_pickle=allow_pickle,
     )
     with ranks() as mine:
         how = replace(how, device=mine.device(device))
@@ -128,6 +131,7 @@ class _How:
     resume: bool
     name: str | None
     auto: bool
+    allow_pickle: bool
 
     @property
     def load(self) -> dict[str, Any]:
@@ -158,7 +162,11 @@ def _prepare(
     kind = "auto" if how.auto else asked.strategy
     target = Path(output) if output is not None else default_output(model, kind)
     with first_alone(mine):
-        source = resolve_model(model)
+        source = resolve_model(model, how.allow_pickle)
+        if how.allow_pickle:
+            from fp8calib.pickled import with_safetensors
+
+            source = with_safetensors(source)
         check_output(target, how.overwrite, source)
         checkpoint = check_source(source, how.overwrite_scales, asked.strategy)
         check_architecture(checkpoint.config)

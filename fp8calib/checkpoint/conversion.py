@@ -169,6 +169,17 @@ def merge(
     return Conversion(str(scales), output, to, strategy, count, lost, notes, serve)
 
 
+def load_scales(source: str | Path) -> ScaleSet:
+    """The scales of a checkpoint or of a file in any format, checked; what `LLM.reload_scales`
+    takes.
+
+    Raises:
+        ScaleError: none there, or some that cannot be used.
+        CheckpointError: an unreadable source.
+    """
+    return _read(str(source)).file.scales
+
+
 def _check_target(target: Format, output: Path, tp: int, overwrite: bool) -> None:
     if tp != 1 and target.name != "sglang":
         raise ScaleError("--tp is for the sglang format, whose file is for a number of ranks")

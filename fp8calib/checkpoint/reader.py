@@ -260,5 +260,8 @@ def _no_safetensors(path: Path) -> str:
             f'M.from_pretrained({source}, dtype="auto").save_pretrained({into}); '
             f"T.from_pretrained({source}).save_pretrained({into})"
         )
-        return f"{path} has only .bin weights; convert them first: python -c {shlex.quote(code)}"
+        return (
+            f"{path} has only .bin weights; calibrate with --allow-pickle, or convert them first: "
+            f"python -c {shlex.quote(code)}"
+        )
     return f"{path} has no safetensors weights"

@@ -80,6 +80,12 @@ def calibrate(
         bool, typer.Option("--dry-run", help="Check model, data and options; load no weights.")
     ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle", help="Read .bin weights where MODEL has no others (tensors only)."
+        ),
+    ] = False,
     push_to_hub: options.PushToHub = None,
     private: options.Private = False,
     json: options.Json = False,
@@ -110,7 +116,7 @@ def calibrate(
     if auto and strategy is not None:
         raise UserError("--auto chooses the strategy: leave --strategy out")
     chosen = chosen.with_gates(max_kl=budget_kl)
-    resolve_model(model)  # a wrong name is told before torch is loaded
+    resolve_model(model, allow_pickle)  # a wrong name is told before torch is loaded
     if push_to_hub:
         from fp8calib.checkpoint.hub import check_push, push
 
@@ -135,6 +141,7 @@ def calibrate(
         trust_remote_code=trust_remote_code,
         name=push_to_hub,
         auto=auto,
+        allow_pickle=allow_pickle,
     )
     if not first_rank():
         return
