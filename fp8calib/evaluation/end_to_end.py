@@ -144,11 +144,10 @@ def verify(model: str, *, gates: Gates | None = None, **options: Any) -> Verific
         if not min(map(len, tables.values())):
             raise
         partial = True
-    found = _report(model, config, data, plan, tables, checks, gates or Gates(), limit)
+    found = _report(model, config, data, plan, tables, checks, gates or Gates(), limit, partial)
     return replace(
         found,
         warnings=warnings + found.warnings,
-        partial=partial,
         seconds=round(time.perf_counter() - start, 2),
     )
 
@@ -251,10 +250,11 @@ def _report(
     checks: Checks,
     gates: Gates,
     limit: int,
+    partial: bool,
 ) -> Verification:
-    """From what was measured to what is said of it."""
+    """From what was measured to what is said of it; after an interrupt without further passes."""
     summary = Summary(tables, plan.reference.variant.key)
-    loaded = plan.runs[-1].loaded
+    loaded = next(run.loaded for run in plan.runs if run.variant.model is None)
     decode = loaded.tokenizer.decode
     results = [
         summary.variant(
@@ -268,7 +268,7 @@ def _report(
     generation, needle, tasks = checks.generation, checks.needle, checks.tasks
     judged = judge_all(gates, results, generation, needle, tasks)
     failed = {gate.variant for gate in judged if not gate.passed}
-    errors = _layer_errors(plan.runs, summary, data.rows)
+    errors = {} if partial else _layer_errors(plan.runs, summary, data.rows)
     record = loaded.checkpoint.sidecar or {}
     return Verification(
         model=model,
@@ -293,6 +293,7 @@ def _report(
         | {name: version(name) for name in ("torch", "transformers")},
         device=str(loaded.model.device),
         dtype=str(loaded.model.dtype).removeprefix("torch."),
+        partial=partial,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
