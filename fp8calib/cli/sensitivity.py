@@ -216,7 +216,8 @@ def verdict(result: Sensitivity) -> list[str]:
         split = result.split
         lines.append(
             f"keeping in 16 bit only {split.exempt} has mean KL {split.loss.kl.value:.4g} at "
-            f"{split.share:.1%} of the bytes; KVFormat(native_k, native_v) does that here, vLLM cannot"
+            f"{split.share:.1%} of the bytes; KVFormat(native_k, native_v) does that here, but "
+            "vLLM cannot"
         )
     high = found.loss.kl.high
     if budget.kl is not None and high is not None and high > budget.kl:
