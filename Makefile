@@ -42,7 +42,7 @@ test-all: lint ## the same and the slow tests
 	$(BIN)/python -m pytest -m "not vllm"
 
 test-vllm: $(VENV)/.dev .venv-vllm/.ready ## load calibrated checkpoints in vLLM (3.4 GB, minutes)
-	$(BIN)/python -m pytest tests/test_vllm.py -m vllm
+	$(BIN)/python -m pytest -m vllm
 
 lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff format --check .
