@@ -134,7 +134,7 @@ def test_a_failing_engine_tells_everyone(engine: AsyncLLM, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise ModelError("the device has gone")
 
-    monkeypatch.setattr(engine.llm.engine.executor.runner, "forward", fail)
+    monkeypatch.setattr(engine.llm.engine.executor.runner, "step", fail)
 
     async def scenario() -> list[Any]:
         tasks = [collect(engine.generate("abc", greedy(9))) for _ in range(3)]

@@ -235,7 +235,7 @@ def test_a_step_that_fails_leaves_nothing_to_be_found(
     engine = Engine(llama, EngineConfig())
     request = engine.add_request(GREEDY, prompt_token_ids=[7] * 40)
     with monkeypatch.context() as broken:
-        broken.setattr(engine.executor.runner, "forward", lambda *_: 1 / 0)
+        broken.setattr(engine.executor.runner, "step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     engine.abort(request)

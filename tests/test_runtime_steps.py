@@ -110,10 +110,16 @@ def test_preempted_requests_end_undisturbed(kind: str, request: pytest.FixtureRe
 
 
 def replayed(engine: Engine) -> None:
-    """Decode steps go through DecodeGraphs, whose captures are functions that run once more."""
+    """Decode steps go through DecodeGraphs, whose captures are functions that run once more: as a
+    real one, a capture first runs the function."""
+
+    def capture(run: Callable[[], Any]) -> Callable[[], Any]:
+        run()
+        return run
+
     width = -(-engine.max_model_len // engine.store.block_size)
     engine.executor.runner.graphs = DecodeGraphs(
-        engine.store.device, [width] * len(engine.store.groups), 6, capture=lambda run: run
+        engine.store.device, [width] * len(engine.store.groups), 6, capture=capture
     )
 
 
@@ -159,25 +165,35 @@ def test_a_step_is_written_as_the_kernels_read_it() -> None:
     """A chunk in the middle of a prompt, one with the newest token of slot 5, and padding."""
     chunks = [
         Chunk([7, 8, 9], 15, [[4, 2], [0, 3]], num_logits=0),
-        Chunk([], 20, [[6, 1], [5, 7]], num_logits=1, pending_slot=5),
+        Chunk([], 20, [[6, 1], [5, 7]], num_logits=1, slot=5, pending=True),
     ]
     assert shape_of(chunks) == StepShape(4, 2, (2, 2), 1)
     shape = StepShape(5, 3, (4, 2), 2)
-    buffer = HostBuffers(torch.device("cpu")).next(shape.starts()[-1]).fill_(99)
+    buffer = HostBuffers(torch.device("cpu")).next(shape.size).fill_(99)
     write_step(chunks, shape, 16, buffer)
-    step = StepInputs.of(shape, buffer, 3)
+    step = StepInputs.of(shape, buffer, 3, 0)
     assert step.input_ids.tolist() == [7, 8, 9, -6, 0]
     assert step.positions.tolist() == [15, 16, 17, 20, 0]
     assert step.cu_seqlens_q.tolist() == [0, 3, 4, 5]
     assert step.seq_lens.tolist() == [18, 21, 0]
-    assert step.rows.tolist() == [3, 4]
+    assert step.rows.tolist() == [3, 4] and step.slots.tolist() == [5, -1]
     assert [slots.tolist() for slots in step.slot_mappings] == [
         [4 * 16 + 15, 2 * 16, 2 * 16 + 1, 1 * 16 + 4, -1],
         [15, 3 * 16, 3 * 16 + 1, 7 * 16 + 4, -1],
     ]
     assert step.block_tables[0][:2, :2].tolist() == [[4, 2], [6, 1]]
     assert step.block_tables[1][:2].tolist() == [[0, 3], [5, 7]]
-    assert all(start % 16 == 0 for start in shape.starts())
+    assert all(part.data_ptr() % 64 == buffer.data_ptr() % 64 for part in step.block_tables)
+
+
+def test_a_step_of_padding_alone() -> None:
+    shape = StepShape(2, 2, (3,), 2)
+    buffer = torch.full((shape.size,), 99, dtype=torch.int32)
+    write_step([], shape, 16, buffer)
+    step = StepInputs.of(shape, buffer, 1, 2)
+    assert step.input_ids.tolist() == step.positions.tolist() == step.seq_lens.tolist() == [0, 0]
+    assert step.slots.tolist() == step.slot_mappings[0].tolist() == [-1, -1]
+    assert step.cu_seqlens_q.tolist() == [0, 1, 2] and step.rows.tolist() == [0, 1]
 
 
 def test_buffers_take_turns() -> None:

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: captured once for each padded batch size, then replayed.
 
 A step's numbers are copied into a buffer that stays where it is; the graph reads them there, plans
-attention, runs the model and leaves the logits where it always does. Rows of padding have length 0
+attention, runs the model and leaves its results where it always does. Rows of padding have length 0
 and are not stored.
 """
 
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from fp8calib.runtime.step_inputs import StepInputs, StepShape
+from fp8calib.runtime.step_inputs import StepInputs, StepShape, write_step
 
-Run = Callable[[StepInputs], torch.Tensor]
-Replay = Callable[[], torch.Tensor]
+Result = tuple[torch.Tensor, ...]
+Run = Callable[[StepInputs], Result]
+Replay = Callable[[], Result]
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -38,13 +39,13 @@ class DecodeGraphs:
         device: torch.device,
         table_widths: Sequence[int],
         max_batch_size: int,
-        capture: Callable[[Callable[[], torch.Tensor]], Replay] | None = None,
+        capture: Callable[[Callable[[], Result]], Replay] | None = None,
     ) -> None:
         self.failure: str | None = None
         self._widths = tuple(table_widths)
         self._sizes = batch_sizes(max_batch_size)
         self._capture = capture or _Capture(device)
-        size = self._shape(max_batch_size).starts()[-1]
+        size = self._shape(max_batch_size).size
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._replays: dict[int, Replay] = {}
 
@@ -64,26 +65,34 @@ class DecodeGraphs:
 
     def run(
         self, shape: StepShape, host: torch.Tensor, on_copy: Callable[[], None], run: Run
-    ) -> torch.Tensor | None:
+    ) -> Result | None:
         """Replay the step in `host`, captured of `run` if it is the first of its shape.
 
         Args:
             on_copy: is called when the copy out of `host` has been started.
 
         Returns:
-            logits [padded batch, vocabulary], overwritten by the next replay; None when this model
-            cannot be captured, of which `failure` then says why.
+            what `run` does, overwritten by the next replay; None when this model cannot be
+            captured, of which `failure` then says why.
         """
-        self._buffer[: len(host)].copy_(host, non_blocking=True)
-        on_copy()
         if shape.num_seqs not in self._replays:
-            inputs = StepInputs.of(shape, self._buffer, 1)
             try:
-                self._replays[shape.num_seqs] = self._capture(lambda: run(inputs))
+                self._add(shape, run)
             except RuntimeError as problem:
                 self.failure = " ".join(str(problem).split())[:200]
                 return None
+        self._buffer[: shape.size].copy_(host, non_blocking=True)
+        on_copy()
         return self._replays[shape.num_seqs]()
+
+    def _add(self, shape: StepShape, run: Run) -> None:
+        """Capture `run`, with nothing but padding to work on: it has to run before that, to have
+        kernels compiled and libraries set up, and must leave no trace."""
+        padding = torch.empty(shape.size, dtype=torch.int32)
+        write_step([], shape, 1, padding)
+        self._buffer[: shape.size].copy_(padding)
+        inputs = StepInputs.of(shape, self._buffer, 1, shape.num_seqs)
+        self._replays[shape.num_seqs] = self._capture(lambda: run(inputs))
 
 
 class _Capture:
@@ -93,9 +102,7 @@ class _Capture:
         self._device = device
         self._pool: Any = None
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> Replay:
-        # Kernels are compiled, and libraries set up, by a run that is not captured. It stores and
-        # reads the same as the first replay will.
+    def __call__(self, run: Callable[[], Result]) -> Replay:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -106,7 +113,7 @@ class _Capture:
             result = run()
         self._pool = self._pool or graph.pool()
 
-        def replay() -> torch.Tensor:
+        def replay() -> Result:
             graph.replay()
             return result
 

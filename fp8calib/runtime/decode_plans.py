@@ -36,7 +36,10 @@ class DecodePlans:
                     self._kinds.setdefault(_kind(layer, cache), []).append(layer)
 
     def update(self, seq_lens: torch.Tensor) -> Mapping[int, DecodePlan]:
-        """Plan a step for sequences of these lengths, int32 [B]; the plan of each layer."""
+        """Plan a step for sequences of these lengths, int32 [B]; the plan of each layer. Empty
+        when there are no sequences."""
+        if not len(seq_lens):
+            return {}
         if len(seq_lens) > self._room:
             self._make(max(_ROOM, self._expected, len(seq_lens)))
         for plan in self._plans.values():

@@ -56,8 +56,10 @@ class StepExecutor:
                 self.sampler.penalties.begin(
                     request.slot, request.prompt_token_ids, request.output_token_ids
                 )
+        # Single tokens first: the kernels attend them in another way than longer chunks.
+        step.requests.sort(key=lambda item: item[1] > 1)
         chunks = [_chunk(request, count) for request, count in step.requests]
-        logits = self.runner.forward(chunks, self.sampler.last_tokens)
+        logits, likeliest = self.runner.step(chunks, self.sampler)
         self._tell_of_failed_graphs()
         requests, last, prompts = [], [], []
         row = 0
@@ -71,8 +73,10 @@ class StepExecutor:
                 last.append(row - 1)
             request.num_computed += count
         if len(last) < len(logits):
-            logits = logits[to_device(last, torch.int64, logits.device)]
-        sampled = self.sampler.sample(logits, [_sampling_row(request) for request in requests])
+            at = to_device(last, torch.int64, logits.device)
+            logits, likeliest = logits[at], likeliest[at]
+        rows = [_sampling_row(request) for request in requests]
+        sampled = self.sampler.sample(logits, rows, likeliest)
         for request in requests:
             request.num_pending += 1
         return StepInFlight(requests, sampled, prompts)
@@ -87,12 +91,14 @@ class StepExecutor:
 def _chunk(request: Request, count: int) -> Chunk:
     start = request.num_computed
     tokens = request.token_ids[start : start + count]
+    assert request.slot is not None
     return Chunk(
         tokens,
         start,
         request.block_tables,
         num_logits=count if _of_prompt(request, count) else int(count == request.num_new),
-        pending_slot=request.slot if len(tokens) < count else None,
+        slot=request.slot,
+        pending=len(tokens) < count,
     )
 
 

@@ -37,8 +37,9 @@ class ForwardContext:
 
     layers: the cache of each layer; groups: the tables of each group of layers;
     cu_seqlens_q: int32 [B + 1], first row of each sequence; seq_lens: int32 [B], tokens of each
-    sequence, the new ones included; max_seqlen_q: the most new tokens of a sequence; plans: of the
-    layers whose kernels take one.
+    sequence, the new ones included; max_seqlen_q: the most new tokens of a sequence; num_decodes:
+    so many sequences have one new token each and come before longer ones; plans: of the layers
+    whose kernels take one, for those sequences.
     """
 
     layers: Mapping[int, LayerCache]
@@ -46,6 +47,7 @@ class ForwardContext:
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
     max_seqlen_q: int
+    num_decodes: int = 0
     plans: Mapping[int, DecodePlan] = field(default_factory=dict)
 
 

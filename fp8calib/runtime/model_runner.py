@@ -10,11 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.attention import attention_configs
-from fp8calib.runtime.cuda_graphs import DecodeGraphs
+from fp8calib.runtime.cuda_graphs import DecodeGraphs, Result
 from fp8calib.runtime.decode_plans import DecodePlans
 from fp8calib.runtime.forward_context import ForwardContext, GroupTables, set_forward_context
 from fp8calib.runtime.kv_store import KVStore
 from fp8calib.runtime.paged_attention import PAGED_ATTENTION
+from fp8calib.runtime.sampler import Sampler
 from fp8calib.runtime.step_inputs import Chunk, HostBuffers, StepInputs, shape_of, write_step
 
 __all__ = ["Chunk", "ModelRunner"]
@@ -46,46 +47,51 @@ class ModelRunner:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
-    def forward(
-        self, chunks: Sequence[Chunk], last_tokens: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Store and attend the new tokens of `chunks`. Nothing waits for the device.
-
-        Args:
-            last_tokens: int64, the newest token of each slot; always the same tensor.
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Store and attend the new tokens of `chunks`; those with a single one should come first.
+        Nothing waits for the device.
 
         Returns:
             logits [sum of num_logits, vocabulary], chunk by chunk, in the model's dtype; they may
             be overwritten by the next call.
         """
+        (logits,) = self._forward(chunks, None)
+        return logits
+
+    @torch.inference_mode()
+    def step(self, chunks: Sequence[Chunk], sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward`, and `sampler.choose_likeliest` of the logits, as part of the same graph.
+        Pending tokens are the sampler's newest; it must always be the same one."""
+        logits, likeliest = self._forward(chunks, sampler)
+        return logits, likeliest
+
+    def _forward(self, chunks: Sequence[Chunk], sampler: Sampler | None) -> Result:
         shape = shape_of(chunks)
         decode = shape.num_tokens == shape.num_seqs == shape.num_rows
         padded = self.graphs.padded(shape) if self.graphs is not None and decode else None
         shape = padded or shape
-        host = self._hosts.next(shape.starts()[-1])
+        host = self._hosts.next(shape.size)
         write_step(chunks, shape, self.store.block_size, host)
-        logits = None
+        result = None
         if self.graphs is not None and padded is not None:
-            logits = self.graphs.run(
-                padded,
-                host,
-                self._hosts.note_copy,
-                lambda inputs: self._run(inputs, last_tokens, pending=True),
+            result = self.graphs.run(
+                padded, host, self._hosts.note_copy, lambda inputs: self._run(inputs, sampler)
             )
-        if logits is None:
+        if result is None:
             on_device = host.to(self.store.device, non_blocking=True)
             self._hosts.note_copy()
-            longest = 1 if decode else max(chunk.num_tokens for chunk in chunks)
-            pending = any(chunk.pending_slot is not None for chunk in chunks)
-            logits = self._run(StepInputs.of(shape, on_device, longest), last_tokens, pending)
-        return logits[: sum(chunk.num_logits for chunk in chunks)]
+            lengths = [chunk.num_tokens for chunk in chunks]
+            longer = (row for row, length in enumerate(lengths) if length > 1)
+            num_decodes = next(longer, len(chunks))
+            inputs = StepInputs.of(shape, on_device, max(lengths), num_decodes)
+            result = self._run(inputs, sampler)
+        rows = sum(chunk.num_logits for chunk in chunks)
+        return tuple(part[:rows] for part in result)
 
-    def _run(
-        self, inputs: StepInputs, last_tokens: torch.Tensor | None, pending: bool
-    ) -> torch.Tensor:
+    def _run(self, inputs: StepInputs, sampler: Sampler | None) -> Result:
         ids = inputs.input_ids.long()
-        if pending and last_tokens is not None:
-            ids = torch.where(ids < 0, last_tokens[(-1 - ids).clamp(min=0)], ids)
+        if sampler is not None:
+            ids = torch.where(ids < 0, sampler.last_tokens[(-1 - ids).clamp(min=0)], ids)
         context = ForwardContext(
             layers=self.store.layers,
             groups=[
@@ -95,7 +101,8 @@ class ModelRunner:
             cu_seqlens_q=inputs.cu_seqlens_q,
             seq_lens=inputs.seq_lens,
             max_seqlen_q=inputs.max_seqlen_q,
-            plans=self._plans.update(inputs.seq_lens) if inputs.max_seqlen_q == 1 else {},
+            num_decodes=inputs.num_decodes,
+            plans=self._plans.update(inputs.seq_lens[: inputs.num_decodes]),
         )
         arguments: dict[str, Any] = {
             "input_ids": ids[None],
@@ -107,4 +114,8 @@ class ModelRunner:
             arguments["logits_to_keep"] = rows
         with set_forward_context(context):
             logits = self.model(**arguments).logits[0]
-        return logits if rows is None or self._keeps_rows else logits[rows]
+        if rows is not None and not self._keeps_rows:
+            logits = logits[rows]
+        if sampler is None:
+            return (logits,)
+        return logits, sampler.choose_likeliest(logits, inputs.slots)

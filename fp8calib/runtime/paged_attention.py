@@ -80,6 +80,7 @@ def _store_and_attend(
         context.cu_seqlens_q,
         context.seq_lens,
         max_seqlen_q=context.max_seqlen_q,
+        num_decodes=context.num_decodes,
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
         q_scale=cache.q_scale,

@@ -64,18 +64,37 @@ class Sampler:
     """Greedy, or by one uniform random number a token, which depends on the request's seed and the
     token's position alone: not on the batch, the device or the scheduling.
 
-    `last_tokens`, int64 [num_slots] on the device, holds the newest token of each slot, so that the
-    next step can start before the host has seen it.
+    `last_tokens`, int64 [num_slots + 1] on the device, holds the newest token of each slot, so that
+    the next step can start before the host has seen it; the last place is for those of no slot.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
+        self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)
         self.penalties = Penalties(num_slots, vocab_size, self.device)
 
+    def choose_likeliest(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row of `logits` [B, vocabulary], NAN where they hold NaN;
+        it is the newest one of the row's slot, `slots` int32 [B], -1 for none."""
+        best, tokens = logits.max(-1)
+        # A slot of -1 becomes the last place.
+        self.last_tokens.index_copy_(0, slots.long() % len(self.last_tokens), tokens)
+        return tokens.masked_fill(best.isnan(), NAN)
+
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
-        """The next token of each row of `logits` [B, vocabulary]; nothing waits for the device."""
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        likeliest: torch.Tensor | None = None,
+    ) -> SampledTokens:
+        """The next token of each row of `logits` [B, vocabulary]; nothing waits for the device.
+
+        Args:
+            likeliest: what `choose_likeliest` has chosen for these rows and their slots already.
+        """
+        if likeliest is not None and all(map(_is_plain, rows)):
+            return SampledTokens(likeliest, None, {})
         slots = self._upload([row.slot for row in rows])
         raw, logits = logits, self._changed(logits.float(), rows, slots)
         best, tokens = logits.max(-1)
@@ -116,6 +135,12 @@ class Sampler:
 
     def _upload(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)
+
+
+def _is_plain(row: SamplingRow) -> bool:
+    """Whether the likeliest token is all that is wanted."""
+    params = row.params
+    return params.greedy and not (params.penalized or row.banned or params.logprobs is not None)
 
 
 def _is_filtered(params: SamplingParams) -> bool:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 
+_FIXED = 6  # sections before those that there are for each group
 _ALIGNMENT = 16  # int32 numbers: kernels want sections that start at multiples of 16 bytes
 
 
@@ -22,19 +26,21 @@ class Chunk:
 
     token_ids: the new tokens; start: how many tokens of the sequence lie in the cache already;
     block_tables: its blocks in each group of layers, enough for the new tokens too; num_logits: of
-    how many of the last new tokens the logits are wanted; pending_slot: one more token follows, the
-    newest of this slot, which only the device knows. There is at least one new token.
+    how many of the last new tokens the logits are wanted; slot: where the device keeps the newest
+    token of the sequence; pending: that token, which only the device knows, follows those of
+    token_ids. There is at least one new token.
     """
 
     token_ids: Sequence[int]
     start: int
     block_tables: Sequence[Sequence[int]]
     num_logits: int
-    pending_slot: int | None = None
+    slot: int = 0
+    pending: bool = False
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) + (self.pending_slot is not None)
+        return len(self.token_ids) + self.pending
 
 
 @dataclass(frozen=True)
@@ -49,21 +55,29 @@ class StepShape:
 
     def sections(self) -> list[tuple[int, ...]]:
         """Shapes of the parts of the buffer, in the order of StepInputs' fields."""
-        tokens = (self.num_tokens,)
+        tokens, rows = (self.num_tokens,), (self.num_rows,)
         return [
             tokens,
             tokens,
             (self.num_seqs + 1,),
             (self.num_seqs,),
-            (self.num_rows,),
+            rows,
+            rows,
             *[tokens for _ in self.table_widths],
             *[(self.num_seqs, width) for width in self.table_widths],
         ]
 
-    def starts(self) -> list[int]:
-        """Where each section begins, and where the last one ends, in int32 numbers."""
-        sizes = [int(np.prod(shape)) for shape in self.sections()]
-        return [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+    @property
+    def size(self) -> int:
+        """Of the buffer, in int32 numbers."""
+        return _starts(self)[-1]
+
+
+@lru_cache(maxsize=64)
+def _starts(shape: StepShape) -> list[int]:
+    """Where each section begins, and where the last one ends."""
+    sizes = (prod(section) for section in shape.sections())
+    return [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
 
 
 @dataclass(frozen=True)
@@ -72,9 +86,11 @@ class StepInputs:
 
     input_ids [T]: a token, or -1 - slot for the newest token of a slot; positions [T];
     cu_seqlens_q [B + 1]: first row of each sequence; seq_lens [B]: tokens of each, the new ones
-    included; rows [R]: of which of the T tokens logits are wanted; slot_mappings: of each group
-    [T], the slot of each token in the pages, -1 for padding; block_tables: of each group
-    [B, width]. max_seqlen_q: the most new tokens of a sequence.
+    included; rows [R]: of which of the T tokens logits are wanted; slots [R]: where to keep the
+    token that follows them, -1 for rows that none is chosen for; slot_mappings: of each group [T],
+    the slot of each token in the pages, -1 for padding; block_tables: of each group [B, width].
+    max_seqlen_q: the most new tokens of a sequence; num_decodes: so many sequences at the start
+    have one.
     """
 
     shape: StepShape
@@ -83,29 +99,38 @@ class StepInputs:
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
     rows: torch.Tensor
+    slots: torch.Tensor
     slot_mappings: list[torch.Tensor]
     block_tables: list[torch.Tensor]
     max_seqlen_q: int
+    num_decodes: int
 
     @classmethod
-    def of(cls, shape: StepShape, buffer: torch.Tensor, max_seqlen_q: int) -> StepInputs:
+    def of(
+        cls, shape: StepShape, buffer: torch.Tensor, max_seqlen_q: int, num_decodes: int
+    ) -> StepInputs:
         """The views of `buffer`, which holds a step of this shape."""
-        ids, positions, cu_seqlens_q, seq_lens, rows, *rest = _views(shape, buffer)
-        groups = len(shape.table_widths)
-        slots, tables = rest[:groups], rest[groups:]
-        return cls(shape, ids, positions, cu_seqlens_q, seq_lens, rows, slots, tables, max_seqlen_q)
+        views = _views(shape, buffer)
+        mappings, tables = _by_group(shape, views)
+        return cls(shape, *views[:_FIXED], mappings, tables, max_seqlen_q, num_decodes)
 
     @property
     def wants_all_rows(self) -> bool:
         return self.shape.num_rows == self.shape.num_tokens
 
 
-def _views(shape: StepShape, buffer: torch.Tensor) -> list[torch.Tensor]:
-    starts = shape.starts()
+def _views(shape: StepShape, buffer: Any) -> list[Any]:
+    """The sections of a buffer, which is a tensor or an array."""
     return [
-        buffer[start : start + int(np.prod(section))].view(section)
-        for start, section in zip(starts, shape.sections(), strict=False)
+        buffer[start : start + prod(section)].reshape(section)
+        for start, section in zip(_starts(shape), shape.sections(), strict=False)
     ]
+
+
+def _by_group(shape: StepShape, views: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Slot mappings and block tables among a step's sections."""
+    tables = _FIXED + len(shape.table_widths)
+    return views[_FIXED:tables], views[tables:]
 
 
 class HostBuffers:
@@ -148,17 +173,15 @@ def write_step(
     chunks: Sequence[Chunk], shape: StepShape, block_size: int, buffer: torch.Tensor
 ) -> None:
     """Fill `buffer`, on the host, with the numbers of these chunks. What `shape` has beyond them is
-    padding: sequences of length 0 with one new token each, which is not stored."""
-    groups = len(shape.table_widths)
-    views = [view.numpy() for view in _views(shape, buffer)]
-    input_ids, positions, starts, seq_lens, rows = views[:5]
-    slot_mappings, tables = views[5 : 5 + groups], views[5 + groups :]
+    padding: sequences of length 0 with one new token each, which is neither stored nor kept."""
+    views = _views(shape, buffer.numpy())
+    input_ids, positions, starts, seq_lens, rows, slots = views[:_FIXED]
+    slot_mappings, tables = _by_group(shape, views)
     lengths = np.array([chunk.num_tokens for chunk in chunks], np.int32)
     before = np.array([chunk.start for chunk in chunks], np.int32)
     ends = np.cumsum(lengths)
-    count, tokens = len(chunks), int(ends[-1])
-    _write_ids(chunks, input_ids, rows, shape)
-    input_ids[tokens:] = 0
+    count, tokens = len(chunks), int(lengths.sum())
+    _write_ids(chunks, input_ids, rows, slots)
     starts[0] = 0
     starts[1 : count + 1] = ends
     starts[count + 1 :] = tokens + np.arange(1, shape.num_seqs - count + 1)
@@ -168,24 +191,28 @@ def write_step(
     positions[:tokens] = np.arange(tokens) + (before - (ends - lengths))[sequence]
     positions[tokens:] = 0
     block, offset = np.divmod(positions[:tokens], block_size)
-    for group, (table, slots) in enumerate(zip(tables, slot_mappings, strict=True)):
+    for group, (table, mapping) in enumerate(zip(tables, slot_mappings, strict=True)):
         for row, chunk in zip(table, chunks, strict=False):
             blocks = chunk.block_tables[group]
             row[: len(blocks)] = blocks
-        slots[:tokens] = table[sequence, block] * block_size + offset
-        slots[tokens:] = -1
+        mapping[:tokens] = table[sequence, block] * block_size + offset
+        mapping[tokens:] = -1
 
 
 def _write_ids(
-    chunks: Sequence[Chunk], input_ids: np.ndarray, rows: np.ndarray, shape: StepShape
+    chunks: Sequence[Chunk], input_ids: np.ndarray, rows: np.ndarray, slots: np.ndarray
 ) -> None:
+    slots[:] = -1
     at = row = 0
     for chunk in chunks:
         known = len(chunk.token_ids)
         input_ids[at : at + known] = chunk.token_ids
-        if chunk.pending_slot is not None:
-            input_ids[at + known] = -1 - chunk.pending_slot
+        if chunk.pending:
+            input_ids[at + known] = -1 - chunk.slot
         at += chunk.num_tokens
-        rows[row : row + chunk.num_logits] = np.arange(at - chunk.num_logits, at)
-        row += chunk.num_logits
+        if chunk.num_logits:
+            rows[row : row + chunk.num_logits] = np.arange(at - chunk.num_logits, at)
+            row += chunk.num_logits
+            slots[row - 1] = chunk.slot
+    input_ids[at:] = 0
     rows[row:] = np.arange(at, at + len(rows) - row)
