@@ -18,7 +18,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from fp8calib.errors import CheckpointError, ModelError
 from fp8calib.runtime.loader import load, without_attention_quantization
-from fp8calib.runtime.support import context_limit
+from fp8calib.runtime.support import context_limit, length_dependent_rope
 
 Tiny = Callable[..., Path]
 
@@ -79,6 +79,8 @@ def test_rope_that_changes_with_length_limits_it(rope: dict[str, Any], limit: in
         rope_parameters={"rope_theta": 1e4, **rope},
     )
     assert context_limit(config) == limit
+    # Its passes depend on the largest position: they cannot be captured as CUDA graphs.
+    assert length_dependent_rope(config) == (rope["rope_type"] if limit < 4096 else None)
 
 
 def test_a_calibrated_checkpoint_is_loaded_without_fake_quantisation(
