@@ -61,6 +61,23 @@ DECODE = {
     "QUANTIZE": False,
     "PDL": True,
 }
+PREFILL_HOPPER = {
+    "head_dim_k": 128,
+    "head_dim_v": 128,
+    "page_size": 128,
+    "tile": 128,
+    "box": 128,
+    "stages": 2,
+    "fp8_pages": True,
+    "wide": True,
+    "fp8_query": False,
+    "k_scale": True,
+    "v_scale": True,
+    "q_scale": False,
+    "softcap": False,
+    "sinks": False,
+    "window": False,
+}
 KERNELS = {
     "decode": ("decode", "_decode_kernel", DECODE),
     "decode_hopper": ("decode_hopper", "_decode_hopper_kernel", DECODE),
@@ -82,6 +99,7 @@ KERNELS = {
         "_prefill_kernel",
         {**LAYER, "TILE_Q": 64, "TILE": 64, "DOT": "fp16", "QUANTIZE": False},
     ),
+    "prefill_hopper": ("prefill_hopper", "_prefill_hopper_kernel", PREFILL_HOPPER),
     "store_tokens": (
         "store_pages",
         "_store_tokens",
@@ -122,7 +140,18 @@ KERNELS = {
     ),
 }
 PAGES = {0: "*bf16", 1: "*fp8e4nv", 2: "*fp8e5"}
-INSTRUCTIONS = ("QGMMA", "HGMMA", "HMMA", "LDGSTS", "LDSM", "PRMT", "SHFL", "F2FP", "BAR.SYNC")
+INSTRUCTIONS = (
+    "QGMMA",
+    "HGMMA",
+    "HMMA",
+    "UTMALDG",
+    "LDGSTS",
+    "LDSM",
+    "PRMT",
+    "SHFL",
+    "F2FP",
+    "BAR.SYNC",
+)
 
 
 def compile_kernel(kernel, arch, num_warps=4, **constants):
@@ -142,13 +171,16 @@ def compile_kernel(kernel, arch, num_warps=4, **constants):
     pages = "*u8" if page_format and not (cast and arch >= 89) else PAGES[page_format]
     if kernel.startswith("store") and page_format:
         pages = "*u8"
-    query = "*fp8e4nv" if constants.get("Q_FP8") else "*bf16"
+    query = "*fp8e4nv" if constants.get("Q_FP8") or constants.get("fp8_query") else "*bf16"
+    descriptors = {}
+    if kernel == "prefill_hopper":
+        constants, descriptors = prefill_hopper_arguments(constants)
     if "DOT" in constants:
         constants["DOT"] = {"fp16": tl.float16, "bf16": tl.bfloat16}[constants["DOT"]]
     signature, attributes = {}, {}
     for i, argument in enumerate(fn.arg_names):
         kind = {**POINTERS, "k_ptr": pages, "v_ptr": pages, "q_ptr": query}.get(argument)
-        kind = kind or ("fp32" if argument in FLOATS else "i32")
+        kind = kind or descriptors.get(argument, "fp32" if argument in FLOATS else "i32")
         signature[argument] = "constexpr" if argument in constants else kind
         if kind.startswith("*") or STRIDES.fullmatch(argument):
             attributes[(i,)] = [["tt.divisibility", 16]]
@@ -161,6 +193,26 @@ def compile_kernel(kernel, arch, num_warps=4, **constants):
     if constants.get("PDL"):
         options["launch_pdl"] = True
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def prefill_hopper_arguments(constants):
+    """The kernel's one constant, and the types of its tensor descriptors."""
+    from fp8_paged_attention.prefill_hopper import PrefillConfig
+    from triton.experimental.gluon import language as gl
+
+    config = PrefillConfig(**constants)
+    element, bits = ("fp8e4nv", 8) if config.fp8_pages else ("bf16", 16)
+    row, v_row = config.head_dim_k * config.bytes, 128 // config.bytes
+    layouts = [gl.NVMMASharedLayout(swizzle, bits, 2) for swizzle in (min(row, 128), 0)]
+    blocks = (
+        [config.box, config.head_dim_k],
+        [config.box * config.head_dim_v // v_row, v_row],
+    )
+    k, v = (
+        f"tensordesc<{element}{block},{layout!r}>"
+        for block, layout in zip(blocks, layouts, strict=True)
+    )
+    return {"C": config}, {"k_desc": k, "v_desc": v}
 
 
 def disassemble(cubin):

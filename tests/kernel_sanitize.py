@@ -20,10 +20,18 @@ def main() -> None:
                 plan.MANY_PAIRS = many
                 case = Case(**lengths, **shape, page_size=page_size)
                 check(f"decode, gluon {gluon}, page {page_size}", case, sliding_window=100)
+    triton_backend.USE_GLUON = True
     case = Case(**lengths, **shape, page_size=64, pages_dtype=torch.bfloat16)
     check("decode, native pages", case)
-    chunks = Case(seq_lens=[90, 40], new_tokens=[40, 9], **shape, page_size=64)
-    check("prefill", chunks)
+    chunks = Case(seq_lens=[190, 40], new_tokens=[140, 9], **shape, page_size=64)
+    native = Case(
+        seq_lens=[190, 40], new_tokens=[140, 9], **shape, page_size=64, pages_dtype=torch.bfloat16
+    )
+    for gluon in (True, False):
+        triton_backend.USE_GLUON = gluon
+        check(f"prefill, gluon {gluon}", chunks, sliding_window=100)
+        check(f"prefill, native pages, gluon {gluon}", native)
+        chunks.attend(arithmetic="fp8")
     for one_by_one in (1024, 0):
         store_pages.MAX_TOKENS_ONE_BY_ONE = one_by_one
         for filled in (case, chunks):

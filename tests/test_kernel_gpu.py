@@ -37,7 +37,7 @@ def random_layer(
     """A batch with random pages made on the device."""
     generator = torch.Generator("cuda").manual_seed(seed)
     (num_q_heads, num_kv_heads), (dk, dv) = heads, dims
-    batch, table = len(seq_lens), -(-max(seq_lens) // page_size)
+    batch, table = len(seq_lens), max(1, -(-max(seq_lens) // page_size))
     pages = fpa.allocate(batch * table, num_kv_heads, page_size, dk, dv, dtype, "cuda")
     scales = {}
     for x, std in zip(pages, (80.0, 59.0), strict=True):
@@ -217,6 +217,117 @@ def test_speculative_decoding():
     out = attend(layer, sliding_window=300)
     expected = fpa.attend(**{**layer, "sliding_window": 300, "backend": "torch"})
     assert relative_error(out, expected.double()) < 2 * ERROR["accurate"]
+
+
+# --- prefill ---------------------------------------------------------------------------------
+
+
+def chunk_layer(seq_lens, new_tokens, **options):
+    """A batch of chunks: the last new tokens of each sequence."""
+    layer = random_layer(seq_lens, **options)
+    starts = torch.tensor([0, *new_tokens]).cumsum(0).int().cuda()
+    generator = torch.Generator("cuda").manual_seed(1)
+    query = layer["query"]
+    query = 2 * torch.randn(
+        int(starts[-1]), *query.shape[1:], device="cuda", generator=generator
+    ).to(query.dtype)
+    return {**layer, "query": query, "cu_seqlens_q": starts, "max_seqlen_q": max(new_tokens)}
+
+
+def prefill_error(layer, out, seqs=None):
+    """Relative error over some rows of some sequences, each against its decode in float64."""
+    starts, lens = layer["cu_seqlens_q"].tolist(), layer["seq_lens"].tolist()
+    got, wanted = [], []
+    for seq in range(len(lens)) if seqs is None else seqs:
+        new = starts[seq + 1] - starts[seq]
+        for row in {0, new // 3, new - 2, new - 1} - {-1}:
+            alone = {
+                **layer,
+                "query": layer["query"][starts[seq] + row][None].expand(seq + 1, -1, -1),
+                "seq_lens": layer["seq_lens"] - (new - 1 - row),
+            }
+            got.append(out[starts[seq] + row])
+            wanted.append(exact(alone, seq))
+    return relative_error(torch.stack(got), torch.stack(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size"),
+    [
+        *[((8, 2), 128, page_size) for page_size in (16, 32, 64, 128)],
+        *[((8, 2), dim, 64) for dim in (64, 80, 256)],
+        *[(heads, 128, 128) for heads in ((4, 4), (16, 1))],
+    ],
+    ids=str,
+)
+def test_prefill_shapes(heads, dim, page_size, dtype):
+    layer = chunk_layer(
+        [700, 300, 1, 129], [300, 300, 1, 40], heads=heads, dims=(dim, dim), page_size=page_size,
+        dtype=dtype,
+    )  # fmt: skip
+    assert prefill_error(layer, attend(layer)) < ERROR["accurate"]
+
+
+def test_c14_prefill_around_every_boundary():
+    around = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257]
+    for cached in (0, 1, 64, 127, 128, 129):
+        layer = chunk_layer([n + cached for n in around], around, heads=(4, 2))
+        out = attend(layer)
+        assert out.isfinite().all()
+        assert prefill_error(layer, out) < ERROR["accurate"]
+
+
+@pytest.mark.parametrize("length", [1_000, 32_768, 131_072])
+def test_prefill_error_does_not_grow_with_length(length):
+    layer = chunk_layer([length], [130], heads=(8, 2))
+    assert prefill_error(layer, attend(layer)) < 0.7 * ERROR["accurate"]
+    codes = fpa.quantize(layer["query"], torch.tensor([1 / 32], device="cuda"))
+    layer["query"] = codes.view(fpa.E4M3.dtype)
+    layer["q_scale"] = torch.full((2,), 1 / 32, device="cuda")
+    out = attend(layer, arithmetic="fp8", out=torch.empty(130, 8, 128, device="cuda"))
+    layer["query"] = codes.view(fpa.E4M3.dtype).float() / 32
+    assert prefill_error(layer, out) < ERROR["fp8"]
+
+
+def test_chunks_equal_one_prefill_and_a_chunk_of_one_token_equals_decode():
+    whole = chunk_layer([1000], [1000], heads=(8, 2))
+    expected = attend(whole)
+    for start, end in ((0, 300), (300, 999), (999, 1000)):
+        part = {
+            **whole,
+            "query": whole["query"][start:end],
+            "cu_seqlens_q": torch.tensor([0, end - start], dtype=torch.int32, device="cuda"),
+            "seq_lens": torch.tensor([end], dtype=torch.int32, device="cuda"),
+            "max_seqlen_q": end - start,
+        }
+        for bound in {end - start, 128}:  # a bound over 8 prefills even a single token
+            out = attend(part, max_seqlen_q=bound)
+            assert relative_error(out, expected[start:end].double()) < 2 * ERROR["accurate"]
+
+
+def test_decodes_among_chunks_are_decoded():
+    layer = chunk_layer([900, 1, 4000, 700, 64], [1, 1, 1, 300, 64], heads=(8, 2))
+    plan = fpa.DecodePlan(layer["k_pages"], layer["v_pages"], num_q_heads=8, max_num_seqs=4)
+    plan.update(layer["seq_lens"][:3])
+    for options in ({}, {"plan": plan}):
+        out = attend(layer, num_decodes=3, **options)
+        assert prefill_error(layer, out) < ERROR["accurate"]
+
+
+def test_prefill_gives_the_same_bits_every_time():
+    layer = chunk_layer([1500, 300, 129], [700, 300, 1], heads=(8, 2))
+    for arithmetic in ("accurate", "fp8"):
+        first = attend(layer, arithmetic=arithmetic)
+        for _ in range(20):
+            assert torch.equal(attend(layer, arithmetic=arithmetic), first)
+
+
+def test_queries_before_the_first_token_see_nothing():
+    layer = chunk_layer([0, 20, 0], [150, 150, 1], heads=(8, 2), page_size=16)
+    out = attend(layer)
+    assert not out[:150].any() and not out[150:280].any() and out[280:300].any(-1).all()
+    assert not out[300:].any()
 
 
 @pytest.mark.parametrize("new", [100, 700])

@@ -133,6 +133,15 @@ def test_attend_equals_the_reference(lengths, pages, options):
     assert relative_error(attend(case, **options), case.reference(**options)) < ERROR["accurate"]
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_decodes_at_the_start_may_be_named(backend):
+    case = case_of(seq_lens=[33, 1, 40, 30], new_tokens=[1, 1, 12, 10], dims=(SMALL, SMALL))
+    out = case.attend(backend=backend, num_decodes=2)
+    assert relative_error(out, case.reference()) < ERROR["accurate"]
+    with pytest.raises(ValueError, match="num_decodes must be 0 to 4"):
+        case.attend(backend=backend, num_decodes=5)
+
+
 @pytest.mark.parametrize("lengths", [RAGGED, MIXED], ids=["decode", "prefill"])
 def test_fp8_arithmetic(lengths):
     case = case_of(**lengths, dims=(MEDIUM, MEDIUM))

@@ -35,7 +35,7 @@ import torch
 
 from .layout import allocate, from_nhd, k_page_shape, page_bytes, to_nhd, v_page_shape
 from .scale import E4M3, E5M2, FORMATS, Fp8Format, dequantize, quantize
-from .validate import check_attend, check_plan, check_store, load_backend
+from .validate import check_attend, check_decodes, check_plan, check_store, load_backend
 
 if TYPE_CHECKING:
     from .plan import DecodePlan
@@ -105,6 +105,7 @@ def attend(
     seq_lens: torch.Tensor,
     *,
     max_seqlen_q: int,
+    num_decodes: int = 0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     q_scale: torch.Tensor | None = None,
@@ -128,6 +129,8 @@ def attend(
         cu_seqlens_q: `[B + 1]`, int32.
         seq_lens: `[B]`, int32.
         max_seqlen_q: an upper bound of the new tokens of one sequence (1 for plain decode).
+        num_decodes: the first so many sequences have one new token each; the triton backend then
+            decodes them and attends the others apart.
         k_scale, v_scale: float32 `[1]` or `[Hkv]` on the same device; only for FP8 pages.
         q_scale: float32 `[1]` or `[Hkv]` (one for the query heads of a KV head, made from their
             maximum); for float8 queries or ``arithmetic="fp8"``.
@@ -138,8 +141,9 @@ def attend(
         arithmetic: ``"accurate"`` or ``"fp8"``; native pages take only the first.
         fp8_format: ``"e4m3"`` or ``"e5m2"``: what uint8 pages hold.
         out: `[T, Hq, Dv]` to fill; default new, in the query's dtype (bfloat16 for float8).
-        plan: the decode plan of this step, updated with ``seq_lens``; for batches of at most 8 new
-            tokens a sequence. Without one, the triton backend plans (and allocates) by itself.
+        plan: the decode plan of this step, updated with ``seq_lens`` (of the num_decodes first
+            sequences, if that is given); for sequences of at most 8 new tokens. Without one, the
+            triton backend plans (and allocates) by itself.
         backend: ``"triton"``, ``"torch"`` or None.
 
     Returns:
@@ -170,9 +174,11 @@ def attend(
         arithmetic=arithmetic,
         fp8_format=fp8_format,
     )
+    check_decodes(num_decodes, seq_lens)
     module = load_backend(backend, k_pages, v_pages)
     if plan is not None:
-        check_plan(plan, query, k_pages, v_pages, seq_lens, max_seqlen_q, sliding_window)
+        planned = (seq_lens[:num_decodes], 1) if num_decodes else (seq_lens, max_seqlen_q)
+        check_plan(plan, query, k_pages, v_pages, *planned, sliding_window)
     module.attend(
         query,
         k_pages,
@@ -182,6 +188,7 @@ def attend(
         seq_lens,
         out,
         max_seqlen_q=max_seqlen_q,
+        num_decodes=num_decodes,
         plan=plan,
         k_scale=k_scale,
         v_scale=v_scale,

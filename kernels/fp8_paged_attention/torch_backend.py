@@ -7,7 +7,7 @@ of scaled_dot_product_attention costs. Softcap, sinks and FP8 arithmetic, which 
 express, take the written-out softmax.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,6 +25,9 @@ FEW = 4
 
 P_SCALE = 256.0
 """Probabilities lie in 0..1; times 256 they use e4m3's range as FlashAttention-3 does."""
+
+MAX_GATHERED = 1 << 20
+"""Bytes of K in float32 that sequences of a batch may have together."""
 
 MAX_SCORES = 1 << 25
 """Scores that the written-out softmax holds at a time (128 MiB of float32)."""
@@ -86,6 +89,7 @@ def attend(
     out: torch.Tensor,
     *,
     max_seqlen_q: int,
+    num_decodes: int,
     plan: object,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
@@ -97,14 +101,16 @@ def attend(
     arithmetic: str,
     fp8_format: str,
 ) -> None:
-    """Fill ``out``; see :func:`fp8_paged_attention.attend` (needs no plan or bound)."""
+    """Fill ``out``; see :func:`fp8_paged_attention.attend` (needs no plan, bound or number
+    of decodes)."""
     attention = Attention(scale, sliding_window, softcap, sinks, arithmetic == "fp8")
     pages = Pages(k_pages, v_pages, block_table, k_scale, v_scale, get_format(fp8_format))
     query = _query_values(query, q_scale, pages, arithmetic)
     starts, lens = cu_seqlens_q.tolist(), seq_lens.tolist()
     if max_seqlen_q == 1 and lens and len(query) == len(lens) == starts[-1] and 0 not in lens:
-        few = _attend_few(query[:, None], pages, range(len(lens)), lens, attention)
-        out.copy_(few[:, 0])
+        for seqs in _alike(range(len(lens)), lens, pages, attention):
+            few = _attend_few(query[seqs, None], pages, seqs, [lens[i] for i in seqs], attention)
+            out[seqs] = few[:, 0].to(out.dtype)
         return
     out.zero_()
     by_length: dict[int, list[int]] = {}
@@ -116,11 +122,30 @@ def attend(
             out[chunk] = _attend_chunk(query[chunk], pages, seq, seq_len, attention)
         elif new > 0:
             by_length.setdefault(new, []).append(seq)
-    for new, seqs in by_length.items():
-        ends = torch.tensor([starts[seq + 1] for seq in seqs], device=query.device)
-        rows = ends[:, None] - new + torch.arange(new, device=query.device)
-        result = _attend_few(query[rows], pages, seqs, [lens[seq] for seq in seqs], attention)
-        out[rows] = result.to(out.dtype)
+    for new, equal in by_length.items():
+        for seqs in _alike(equal, lens, pages, attention):
+            ends = torch.tensor([starts[seq + 1] for seq in seqs], device=query.device)
+            rows = ends[:, None] - new + torch.arange(new, device=query.device)
+            result = _attend_few(query[rows], pages, seqs, [lens[seq] for seq in seqs], attention)
+            out[rows] = result.to(out.dtype)
+
+
+def _alike(
+    seqs: Sequence[int], lens: list[int], pages: "Pages", attention: Attention
+) -> Iterator[list[int]]:
+    """Sequences in batches: padded to the longest of its batch, none is more than doubled, and what
+    is gathered for a batch stays in a CPU's cache."""
+    window = attention.sliding_window or max(lens)
+    _, num_kv_heads, _, head_dim = pages.k.shape
+    most = MAX_GATHERED // (4 * num_kv_heads * head_dim)
+    batch: list[int] = []
+    for seq in sorted(seqs, key=lens.__getitem__, reverse=True):
+        longest = min(lens[batch[0]], window) if batch else 0
+        if batch and (2 * lens[seq] < longest or (len(batch) + 1) * longest > most):
+            yield batch
+            batch = []
+        batch.append(seq)
+    yield batch
 
 
 def _query_values(

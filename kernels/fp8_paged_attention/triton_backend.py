@@ -40,6 +40,7 @@ def attend(
     out: torch.Tensor,
     *,
     max_seqlen_q: int,
+    num_decodes: int,
     plan: DecodePlan | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
@@ -53,6 +54,36 @@ def attend(
 ) -> None:
     """Fill ``out``; see :func:`fp8_paged_attention.attend`."""
     if query.shape[0] == 0 or seq_lens.shape[0] == 0:
+        return
+    if 0 < num_decodes < seq_lens.shape[0]:
+        options: dict[str, Any] = {
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "q_scale": q_scale,
+            "scale": scale,
+            "sliding_window": sliding_window,
+            "softcap": softcap,
+            "sinks": sinks,
+            "arithmetic": arithmetic,
+            "fp8_format": fp8_format,
+            "num_decodes": 0,
+        }
+        for part, longest, its_plan in (
+            (slice(0, num_decodes), 1, plan),
+            (slice(num_decodes, None), max_seqlen_q, None),
+        ):
+            attend(
+                query,
+                k_pages,
+                v_pages,
+                block_table[part],
+                cu_seqlens_q[part.start :],
+                seq_lens[part],
+                out,
+                max_seqlen_q=longest,
+                plan=its_plan,
+                **options,
+            )
         return
     machine = hardware(k_pages.device)
     num_kv_heads, page_size, head_dim_k = k_pages.shape[1:]
@@ -104,7 +135,11 @@ def attend(
         "CAST": machine.has_fp8,
     }
     if max_seqlen_q > MAX_DECODE_TOKENS:
-        _prefill(tensors, layer, constants, max_seqlen_q, arithmetic, machine)
+        tile = hopper_prefill_tile(k_pages, v_pages) if has_gluon(machine) and scale > 0 else None
+        if tile is None:
+            _prefill(tensors, layer, constants, max_seqlen_q, arithmetic, machine)
+        else:
+            _prefill_hopper(tensors, layer, constants, max_seqlen_q, arithmetic, machine, tile)
         return
     if plan is None:
         plan = DecodePlan(
@@ -187,13 +222,95 @@ def decode_kernel(
     machine: Hardware,
 ) -> tuple[Any, int]:
     """The kernel to decode with here, and the fewest columns it takes."""
-    release = tuple(int(x) for x in triton.__version__.split(".")[:2])
-    tested = GLUON_TESTED[0] <= release <= GLUON_TESTED[1]
-    if USE_GLUON and machine.arch == 90 and tested and min(head_dims) >= 64 and tile >= 64:
+    if has_gluon(machine) and min(head_dims) >= 64 and tile >= 64:
         from .decode_hopper import _decode_hopper_kernel
 
         return _decode_hopper_kernel, 8
     return _decode_kernel, 8 if mode == ACCURATE else 16
+
+
+def has_gluon(machine: Hardware) -> bool:
+    """Whether the kernels for Hopper run here."""
+    release = tuple(int(x) for x in triton.__version__.split(".")[:2])
+    return USE_GLUON and machine.arch == 90 and GLUON_TESTED[0] <= release <= GLUON_TESTED[1]
+
+
+def hopper_prefill_tile(k_pages: torch.Tensor, v_pages: torch.Tensor) -> int | None:
+    """Tokens of a tile of prefill_hopper.py's kernel; None if it has no kernel for such pages."""
+    page_size, head_dims = k_pages.shape[2], {k_pages.shape[3], v_pages.shape[3]}
+    if not head_dims <= {64, 128, 256} or k_pages.numel() // min(head_dims) >= 2**31:
+        return None
+    if k_pages.element_size() == 1 and max(head_dims) <= 128:
+        return 128
+    # A row of K over 128 bytes lies in several parts of a tile, which a smaller page cannot fill.
+    if page_size < 64 or (k_pages.element_size() == 2 and max(head_dims) == 256):
+        return None
+    return 64 if max(head_dims) == 256 else min(page_size, 128)
+
+
+def _prefill_hopper(
+    tensors: tuple,
+    layer: tuple,
+    constants: dict[str, Any],
+    max_seqlen_q: int,
+    arithmetic: str,
+    machine: Hardware,
+    tile: int,
+) -> None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .prefill_hopper import BLOCK, PrefillConfig, _prefill_hopper_kernel
+
+    query, k_pages, v_pages, out = tensors
+    block_table, seq_lens, starts, *others = layer
+    config = PrefillConfig(
+        head_dim_k=constants["DK"],
+        head_dim_v=constants["DV"],
+        page_size=constants["PAGE"],
+        tile=tile,
+        box=min(tile, constants["PAGE"]),
+        stages=2,
+        fp8_pages=constants["FORMAT"] != 0,
+        wide=constants["FORMAT"] == 0 or arithmetic == "accurate",
+        fp8_query=constants["Q_FP8"],
+        k_scale=constants["K_SCALE"],
+        v_scale=constants["V_SCALE"],
+        q_scale=constants["Q_SCALE"],
+        softcap=constants["SOFTCAP"],
+        sinks=constants["SINKS"],
+        window=constants["WINDOW"],
+    )
+    bits, row = 8 * config.bytes, config.head_dim_k * config.bytes
+    k_desc = TensorDescriptor.from_tensor(
+        k_pages.view(-1, config.head_dim_k),
+        [config.box, config.head_dim_k],
+        gl.NVMMASharedLayout(min(row, 128), bits, 2),
+    )
+    v_row = 128 // config.bytes  # what lies together may be cut anyhow
+    v_desc = TensorDescriptor.from_tensor(
+        v_pages.view(-1, v_row),
+        [config.box * config.head_dim_v // v_row, v_row],
+        gl.NVMMASharedLayout(0, bits, 2),
+    )
+    num_blocks = triton.cdiv(max_seqlen_q, BLOCK.value)
+    num_sequences, q_heads = seq_lens.shape[0], query.shape[1]
+    _prefill_hopper_kernel[(min(machine.num_sms, num_blocks * num_sequences * q_heads),)](
+        k_desc,
+        v_desc,
+        query,
+        out,
+        block_table,
+        seq_lens,
+        starts,
+        *others,
+        num_blocks,
+        num_sequences,
+        q_heads,
+        constants["GROUP"],
+        config,
+        num_warps=4,
+    )
 
 
 def _prefill(

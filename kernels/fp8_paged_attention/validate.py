@@ -56,6 +56,15 @@ def load_backend(name: str | None, pages: torch.Tensor, v_pages: torch.Tensor) -
     return triton_backend
 
 
+def check_decodes(num_decodes: int, seq_lens: torch.Tensor) -> None:
+    """Raise ValueError unless there are so many sequences."""
+    if not 0 <= num_decodes <= seq_lens.shape[0]:
+        raise ValueError(
+            f"num_decodes must be 0 to {seq_lens.shape[0]}, the number of sequences, "
+            f"got {num_decodes}"
+        )
+
+
 def check_plan(
     plan: "DecodePlan",
     query: torch.Tensor,
