@@ -1,8 +1,27 @@
 """Prefill: many new tokens a sequence attend to its pages, the new ones included.
 
-A program takes TILE_Q new tokens of one sequence and query head and runs the online softmax over
-the pages' tiles; heavy programs (the last tokens of a sequence) start first. FP8 pages are widened
-to float16 in registers, exactly; ``fp8`` arithmetic rounds Q and P to e4m3 first.
+A chunk of a prompt has hundreds of rows for every key it reads, so prefill is bound by matrix
+products and exponentials, where decode is bound by memory. Chunks of several sequences lie packed
+in one batch, and each sees what its sequence has in the pages already: cached context and new
+tokens are one thing here, since `store` has run before.
+
+1. A program takes TILE_Q new tokens of one sequence and query head; those with the most keys (the
+   last of a sequence) start first. Programs beyond a sequence's tokens end at once.
+2. It loads its Q, scales it by row where float16 could not hold it, and keeps it in registers.
+3. Tile by tile it reads K in the order in which V's tokens lie in their groups of 16 (layout.py),
+   so that no probability has to move, and V by whole groups.
+4. FP8 codes are widened to float16 in registers, exactly. ``fp8`` arithmetic rounds Q and P to e4m3
+   first: the numbers are those of FP8 products, the speed is not.
+5. The softmax is the online one: a running maximum, a running sum, and a running output that both
+   rescale (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The maximum
+   starts at -1e30 and not at -inf, so that a tile without a visible key gives zeros, not NaN.
+6. k_scale goes into the scores, v_scale into the output, once.
+
+Tokens that no sequence owns may hold anything: they are not loaded. Rows that see no key give 0.
+
+This kernel is for every GPU and for Triton's interpreter, and is what prefill_hopper.py is compared
+with. Left out: sharing K and V among the query heads of a group, FP8 products, and warps with
+different jobs; prefill_hopper.py has the last two, where they gain most.
 """
 
 import triton
