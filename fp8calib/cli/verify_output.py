@@ -94,7 +94,7 @@ def _rows(result: Verification) -> list[list[str]]:
             *("" if v.key == result.reference else f"{v.worst.kl:.3f}" for v in all_of),
         ],
         row("top-1 agreement", ".2%", [v.top1 for v in all_of]),
-        row("in native's place of 5", ".2%", [v.top5 for v in all_of]),
+        row("top-5 agreement", ".2%", [v.top5 for v in all_of]),
     ]
 
 
