@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -18,11 +19,15 @@ from typing import Any
 import pytest
 from made_scales import calibrated, rewritten
 
+from fp8calib import calibrate
 from fp8calib.cli import main
 from fp8calib.errors import CheckpointError
 from fp8calib.vllm_launch import find_vllm, prepare
 
 Tiny = Callable[..., Path]
+
+PYTHON = Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python"
+PYTHON = Path(os.environ.get("FP8CALIB_VLLM_PYTHON", PYTHON))
 
 EXECUTABLE = """#!{python}
 import json, os, sys
@@ -251,3 +256,28 @@ def test_options_of_the_other_engine_are_refused(
 ) -> None:
     code, out, err = call(capsys, "run", tiny(), "-p", "a", *args)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.vllm
+def test_run_on_vllm_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parser takes our flags, its offline API our request; skip layers reach its cache."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    executable = PYTHON.with_name("vllm")
+    demo = "demo:smollm2-135m-instruct"
+    calibrate(
+        demo,
+        tmp_path / "out",
+        dataset="builtin:pydoc",
+        samples=8,
+        max_seq_len=128,
+        kv_cache_dtype_skip_layers=["0"],
+    )
+    args = ["-p", "The capital of France is", "--max-tokens", 8, "--max-model-len", 128]
+    engine = ["--engine", "vllm", "--vllm", executable, "--json"]
+    code, out, err = call(capfd, "run", tmp_path / "out", *args, *engine, "--", "--enforce-eager")
+    assert code == 0, err[-3000:]
+    (output,) = json.loads(out)["outputs"]
+    assert "Paris" in output["text"] and len(output["token_ids"]) == 8
+    assert re.search(r"kv_cache_dtype_skip_layers\W+0", err)

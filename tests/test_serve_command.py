@@ -186,6 +186,7 @@ def test_a_busy_port_is_one_line(tiny: Tiny, capsys: pytest.CaptureFixture[str])
         (["--drain-timeout", "-1"], "0 or more"),
         (["--tensor-parallel-size", "2"], "is for --engine vllm"),
         (["--engine", "vllm", "--max-tokens", "5"], "--max-tokens is for --engine fp8calib"),
+        (["--engine", "vllm", "--max-n", "5"], "--max-n is for --engine fp8calib"),
         (["--kv-cache-dtype", "int3"], "unknown KV-cache dtype 'int3'"),
     ],
 )

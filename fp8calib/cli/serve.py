@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fp8calib.serve.settings import ServerSettings
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_MAX_BODY_SIZE, _MAX_N, _MAX_PROMPTS, _DRAIN_SECONDS = "16MiB", 16, 256, 30
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
@@ -53,18 +54,18 @@ def serve(
     compile_layers: options.CompileLayers = False,
     max_body_size: Annotated[
         str, typer.Option(metavar="SIZE", help="The largest request.")
-    ] = "16MiB",
+    ] = _MAX_BODY_SIZE,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(help="Of one prompt; default: what the model's length leaves.")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Of one completion; default: what the model's length leaves.")
     ] = None,
-    max_n: Annotated[int, typer.Option(help="Completions of a prompt in one request.")] = 16,
-    max_prompts: Annotated[int, typer.Option(help="Prompts in one request.")] = 256,
+    max_n: Annotated[int, typer.Option(help="Completions of a prompt in one request.")] = _MAX_N,
+    max_prompts: Annotated[int, typer.Option(help="Prompts in one request.")] = _MAX_PROMPTS,
     drain_timeout: Annotated[
         int, typer.Option(help="Seconds that running requests have when the server is stopped.")
-    ] = 30,
+    ] = _DRAIN_SECONDS,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Write a line for each request to stderr.")
     ] = False,
@@ -94,8 +95,14 @@ def serve(
         "--attention": attention != "accurate",
         "--compile-layers": compile_layers,
         "--device": device != "auto",
+        "--max-body-size": max_body_size != _MAX_BODY_SIZE,
         "--max-prompt-tokens": max_prompt_tokens is not None,
         "--max-tokens": max_tokens is not None,
+        "--max-n": max_n != _MAX_N,
+        "--max-prompts": max_prompts != _MAX_PROMPTS,
+        "--drain-timeout": drain_timeout != _DRAIN_SECONDS,
+        "--access-log": access_log,
+        "--json": json,
     }
     theirs = {
         "an argument behind MODEL": bool(vllm_arguments),
