@@ -210,7 +210,7 @@ class Engine:
         dropped.
 
         Raises:
-            ModelError: of the device, such as too little memory. The requests remain unfinished.
+            ModelError: the device's memory is not enough. The requests remain unfinished.
         """
         started = time.perf_counter()
         done, self._in_flight = self._in_flight, self._start_step()
@@ -227,16 +227,22 @@ class Engine:
         for request in step.admitted:
             if not request.output_token_ids:
                 request.num_cached_tokens = request.num_computed
-            self.stats.prefix_cache_queries += len(request.token_ids)
-            self.stats.prefix_cache_hits += request.num_computed
+            if self.config.enable_prefix_caching:
+                self.stats.prefix_cache_queries += len(request.token_ids)
+                self.stats.prefix_cache_hits += request.num_computed
         if not step.requests:
             return None
         self._note_memory()
         try:
             return self.executor.start(step)
-        except BaseException:
+        except BaseException as problem:
             # Blocks of this step can be found already, and may never have been written.
             self.block_manager.forget_cached()
+            if isinstance(problem, torch.OutOfMemoryError):
+                raise ModelError(
+                    "a step needs more memory than the device has left; use a smaller "
+                    "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs"
+                ) from None
             raise
 
     def _take_tokens(self, done: StepInFlight) -> list[Request]:

@@ -34,11 +34,11 @@ class LogprobTensors:
         """A copy on the CPU that is complete once the device has come this far."""
         return LogprobTensors(*(to_host(x) for x in (self.token_ids, self.logprobs, self.ranks)))
 
-    def lists(self, k: int | None = None) -> list[TokenLogprobs]:
-        """For each place the first entry and the `k` likeliest (None: all there are)."""
-        end = None if k is None else k + 1
+    def lists(self) -> list[TokenLogprobs]:
+        """For each place, entries of the token that is there and of the likeliest ones."""
+        k = self.token_ids.shape[1] - 1
         return [
-            [(ids[0], values[0], rank), *zip(ids[1:end], values[1:end], range(1, len(ids)))]  # noqa: B905
+            list(zip(ids, values, [rank, *range(1, k + 1)], strict=True))
             for ids, values, rank in zip(
                 self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), strict=True
             )

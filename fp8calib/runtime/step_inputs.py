@@ -112,7 +112,9 @@ class StepInputs:
         """The views of `buffer`, which holds a step of this shape."""
         views = _views(shape, buffer)
         mappings, tables = _by_group(shape, views)
-        return cls(shape, *views[:_FIXED], mappings, tables, max_seqlen_q, num_decodes)
+        ids, positions, starts, lens, rows, slots = views[:_FIXED]
+        fixed = (ids, positions, starts, lens, rows, slots)
+        return cls(shape, *fixed, mappings, tables, max_seqlen_q, num_decodes)
 
     @property
     def wants_all_rows(self) -> bool:
