@@ -67,7 +67,8 @@ def _rewrite(source: Path, target: Path) -> list[str]:
     tensors, seen = {}, set()
     for name, tensor in content.items():
         storage = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if storage in seen else tensor.contiguous()
+        plain = tensor.contiguous()
+        tensors[name] = plain.clone() if storage in seen and plain is tensor else plain
         seen.add(storage)
     save_file(tensors, target, metadata={"format": "pt"})
     return list(tensors)

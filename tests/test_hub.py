@@ -166,6 +166,7 @@ def test_it_comes_back_from_the_hub_and_from_the_cache(
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert inspect("me/model").ok
+    capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main(["inspect", "me/another"])
     err = capsys.readouterr().err.strip()

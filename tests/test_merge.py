@@ -165,7 +165,7 @@ def test_c20_scales_from_a_file_go_into_a_live_engine(tiny: Tiny, tmp_path: Path
     first = make_scales(layers, "tensor")
     second = ScaleSet(
         "tensor",
-        {i: LayerScales(a.name, a.k * 8, a.v * 8, a.q) for i, a in first.layers.items()},
+        {i: LayerScales(a.name, a.k / 64, a.v / 64, a.q) for i, a in first.layers.items()},
     )
     merge(source, written(first, tmp_path / "1.json"), tmp_path / "one")
     merge(source, written(second, tmp_path / "2.json"), tmp_path / "two")

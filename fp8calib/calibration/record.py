@@ -155,7 +155,7 @@ def check_ranges(layers: Sequence[LayerSpec], ranges: AllRanges, path: Path) -> 
     """Raise CheckpointError unless `ranges` hold the statistics of `layers`."""
     for layer in layers:
         for kind in ("k", "v", "q"):
-            found = ranges.get(layer.index, {}).get(kind)  # type: ignore[call-overload]
+            found = ranges.get(layer.index, {}).get(kind)
             heads = layer.num_heads if kind == "q" else layer.num_kv_heads
             if (kind != "q" and found is None) or (found and len(found.amax) != heads):
                 raise CheckpointError(

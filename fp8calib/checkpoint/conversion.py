@@ -104,16 +104,16 @@ def convert(
         )  # fmt: skip
         notes = [*found.file.notes, *found_in_it]
     else:
-        content = {
-            "json": own_json.write,
-            "sglang": lambda scales: param_json.write(scales, tp),
-            "trtllm": trtllm.write,
-        }[target.name](file)
-        write_file(output, content, overwrite)
         serve = None
-    strategy = file.scales.strategy if target.per_head else "tensor"
-    count = len(file.scales.layers)
+        write_file(output, _content(file, target, tp), overwrite)
+    strategy, count = file.scales.strategy if target.per_head else "tensor", len(file.scales.layers)
     return Conversion(str(source), output, to, strategy, count, lost, notes, serve)
+
+
+def _content(file: ScaleFile, target: Format, tp: int) -> bytes:
+    if target.name == "sglang":
+        return param_json.write(file, tp)
+    return trtllm.write(file) if target.name == "trtllm" else own_json.write(file)
 
 
 def merge(
@@ -157,9 +157,7 @@ def merge(
         "merged_from": Path(scales).name,
         "skip_layers": list(file.skip_layers),
     }
-    theirs = found.file.model_type
-    if theirs and theirs != (ours := text_config(opened.config).get("model_type")):
-        notes.append(f"the scales are those of a {theirs} model, the checkpoint's type is {ours}")
+    notes += _other_model(found.file.model_type, opened)
     serve, found_in_it = _write_into(
         opened, file, output, target, sidecar,
         link=link, overwrite=overwrite, name=name, replace=overwrite_scales,
@@ -167,6 +165,13 @@ def merge(
     notes += found_in_it
     strategy, count = file.scales.strategy, len(file.scales.layers)
     return Conversion(str(scales), output, to, strategy, count, lost, notes, serve)
+
+
+def _other_model(theirs: str | None, checkpoint: Checkpoint) -> list[str]:
+    ours = text_config(checkpoint.config).get("model_type")
+    if theirs in (None, ours):
+        return []
+    return [f"the scales are those of a {theirs} model, the checkpoint's type is {ours}"]
 
 
 def load_scales(source: str | Path) -> ScaleSet:

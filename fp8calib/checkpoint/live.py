@@ -25,6 +25,7 @@ from fp8calib.checkpoint.config import text_config
 from fp8calib.checkpoint.folder import copy_file
 from fp8calib.checkpoint.paths import safe_file
 from fp8calib.checkpoint.reader import Checkpoint, FoundScale, last_number, open_checkpoint
+from fp8calib.checkpoint.scheme import needed_kv_cache_dtype
 from fp8calib.checkpoint.structure import is_foreign
 from fp8calib.errors import UserError
 from fp8calib.layers import resolve_skip_layers
@@ -33,7 +34,11 @@ from fp8calib.scales import Kind, grouped_maximum, label
 FACTOR = 4  # a power of two is exact in every floating dtype
 _PROMPT_TOKENS = 48
 _SECONDS = 3600
-_WRITERS = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+_WRITERS: dict[str, np.dtype] = {
+    "BF16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ def live_checks(
     from fp8calib.models import resolve_model
 
     interpreter = _interpreter(python)
-    options = {"kv_cache_dtype_skip_layers": list(skip_layers)} if skip_layers else {}
+    flags = {"kv_cache_dtype_skip_layers": list(skip_layers)} if skip_layers else {}
     jobs, cases = [], []
     with ExitStack() as copies:
         for checkpoint in checkpoints:
@@ -98,6 +103,7 @@ def live_checks(
             vocabulary = text_config(opened.config).get("vocab_size")
             limit = vocabulary if isinstance(vocabulary, int) and vocabulary > 1 else 1000
             prompt = [1 + 7919 * i % (limit - 1) for i in range(_PROMPT_TOKENS)]
+            options = flags | {"kv_cache_dtype": needed_kv_cache_dtype(opened.config)}
             for place in (opened.path, copies.enter_context(_altered(opened, scale))):
                 jobs.append({"checkpoint": str(place), "prompt": prompt, "options": options})
         report = _run(interpreter, jobs)
@@ -138,12 +144,14 @@ def _judge(
 
 
 def _one_to_change(checkpoint: Checkpoint, skipped: frozenset[int]) -> tuple[int, FoundScale]:
-    """The middle one of the layers that have a v_scale which loaders read."""
+    """The middle one of the layers that have V of their own and a scale for it which loaders
+    read."""
+    sharing = {layer.index for layer in checkpoint.layers if layer.kv_source is not None}
     usable = [
         (index, kinds["v"])
         for index, kinds in checkpoint.scales.items()
         if "v" in kinds and kinds["v"].loaded and kinds["v"].dtype in _WRITERS
-        if index not in skipped
+        if index not in skipped | sharing
     ]  # fmt: skip
     if not usable:
         raise UserError(f"{checkpoint.path} has no v_scale that could be changed: nothing to prove")

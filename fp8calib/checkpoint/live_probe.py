@@ -8,15 +8,16 @@ import gc
 import json
 import os
 import sys
+from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the model is in reach
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
-def held(model):
+def held(model: Any) -> dict[str, Any]:
     """Per attention layer: the cache's dtype and the scales that the layer computes with."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, module in model.named_modules():
         if hasattr(module, "kv_cache_dtype") and hasattr(module, "_k_scale"):
             found[name] = {"kv_cache_dtype": str(module.kv_cache_dtype)}
@@ -26,7 +27,7 @@ def held(model):
     return found
 
 
-def logprobs(llm, prompt):
+def logprobs(llm: Any, prompt: list[int]) -> list[float]:
     """The log-probability of each token of the prompt after the first, given those before it."""
     from vllm import SamplingParams
 
@@ -38,7 +39,7 @@ def logprobs(llm, prompt):
     ]
 
 
-def load(checkpoint, prompt, options):
+def load(checkpoint: str, prompt: list[int], options: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -62,7 +63,7 @@ def load(checkpoint, prompt, options):
     return seen
 
 
-def main():
+def main() -> None:
     asked = json.loads(sys.argv[1])
     import vllm
 

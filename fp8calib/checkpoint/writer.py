@@ -126,11 +126,7 @@ def write_checkpoint(
     tensors = _scale_tensors(checkpoint, scales, form)
     with staged(output, overwrite) as folder:
         _write_weights(checkpoint, folder, tensors, link)
-        for file in companions(source):
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            copy_file(safe_file(source, str(file)), folder / file)
-        for file_name, content in (more_files or {}).items():
-            (folder / file_name).write_bytes(content)
+        _write_companions(checkpoint.path, folder, more_files or {})
         _write_modelopt_file(checkpoint.path, folder, config, modelopt)
         _write_json(folder / SIDECAR, {"schema_version": SCHEMA_VERSION} | sidecar)
         dtype = needed_kv_cache_dtype(config)
@@ -138,6 +134,14 @@ def write_checkpoint(
         (folder / "README.md").write_text(card, encoding="utf-8")
         _write_json(folder / "config.json", config)  # last: without it, no loader takes the folder
         _check_written(folder, scales, layers, config)
+
+
+def _write_companions(source: Path, folder: Path, more_files: Mapping[str, bytes]) -> None:
+    for file in companions(source):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        copy_file(safe_file(source, str(file)), folder / file)
+    for name, content in more_files.items():
+        (folder / name).write_bytes(content)
 
 
 def _write_modelopt_file(
@@ -169,7 +173,7 @@ def _scale_tensors(checkpoint: Checkpoint, scales: ScaleSet, form: str) -> dict[
                 f"{checkpoint.path} has no weights of an attention module {module}"
             )
         for kind, values in layer.items():
-            shape = (1,) if scales.strategy == "tensor" else (-1, 1, 1)
+            shape: tuple[int, ...] = (1,) if scales.strategy == "tensor" else (-1, 1, 1)
             shape = () if form == PROJECTION else shape
             tensors[scale_name(module, kind, form)] = values.astype("<f4").reshape(shape)
     return tensors

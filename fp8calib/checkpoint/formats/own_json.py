@@ -75,7 +75,7 @@ def write(file: ScaleFile) -> bytes:
     """The content of the file."""
     content = Scales(
         format="fp8calib-scales",
-        schema_version=SCHEMA_VERSION,
+        schema_version=1,
         strategy=file.scales.strategy,
         dtype="float8_e4m3fn",
         model_type=file.model_type,
