@@ -141,6 +141,14 @@ def test_failed_gates_come_first(report: dict[str, Any]) -> None:
     assert f"Fails {failed} of {len(gates)} gates" in text and "inconclusive" in text
 
 
+def test_scales_tell_the_ranges_where_no_maxima_are_recorded(report: dict[str, Any]) -> None:
+    layers = [layer | {"amax": {}} for layer in report["layers"]]
+    page = Page(report_html({**report, "layers": layers}))
+    assert "Ranges that the scales stand for" in page.text
+    scale = report["layers"][1]["scales"]["v"][0]
+    assert f"layer 1, KV head 0: {448 * scale:.3g}" in page.text
+
+
 def test_kl_by_position_is_drawn_where_there_are_positions(report: dict[str, Any]) -> None:
     assert "Mean KL by position" not in report_html(report)  # all in the first thousand tokens
     variants = [dict(variant) for variant in report["variants"]]

@@ -259,25 +259,28 @@ def test_a_budget_that_no_fp8_layer_keeps(fragile_model: Path, texts: str) -> No
 
 @pytest.mark.slow
 def test_exactly_the_fragile_layers_of_smollm2(smollm2: Path, tmp_path: Path) -> None:
-    """The known answer on a real model of 30 layers."""
-
+    """The known answer on a real model of 30 layers, whose own loss is 0.016."""
     model = tmp_path / "model"
     shutil.copytree(smollm2, model)
     for file in model.glob("*.safetensors"):
         tensors = load_file(file)
-        for layer, own, reader in ((7, "k_proj", "q_proj"), (19, "v_proj", "o_proj")):
+        # K of one head, V of all three
+        for layer, own, reader, heads, factor in (
+            (7, "k_proj", "q_proj", 1, 2.0**8),
+            (19, "v_proj", "o_proj", 3, 2.0**12),
+        ):
             name = f"model.layers.{layer}.self_attn"
             if f"{name}.{own}.weight" in tensors:
-                tensors[f"{name}.{own}.weight"][:64] *= 2.0**8
+                tensors[f"{name}.{own}.weight"][: heads * 64] *= factor
                 weight = tensors[f"{name}.{reader}.weight"]
-                (weight if reader == "q_proj" else weight.T)[: 3 * 64] /= 2.0**8
+                (weight if reader == "q_proj" else weight.T)[: heads * 3 * 64] /= factor
         save_file(tensors, file, metadata={"format": "pt"})
     data = {"dataset": "builtin:pydoc", "split": "heldout", "samples": 16, "max_seq_len": 192}
-    found = sensitivity(str(model), budget_kl=0.05, **data)
+    found = sensitivity(str(model), budget_kl=0.025, **data)
     assert found.skip_layers == ["7", "19"]
     out = tmp_path / "attn_head"
     fp8calib.calibrate(model, out, strategy="attn_head", dataset="builtin:pydoc", samples=16)
-    assert sensitivity(str(out), budget_kl=0.05, **data).skip_layers == []
+    assert sensitivity(str(out), budget_kl=0.025, **data).skip_layers == []
 
 
 # --- the command

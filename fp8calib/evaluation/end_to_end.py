@@ -285,7 +285,7 @@ def _report(
         generation=generation,
         needle=needle,
         tasks=tasks,
-        layers=layer_table(loaded.layers, record, errors),
+        layers=layer_table(loaded.layers, record, errors, plan.runs[-1].variant.kv_format.scales),
         layer_errors={key: each for key, each in errors.items() if key in failed},
         sensitivity=recorded_search(record),
         warnings=plan.warnings + suspicious(results, len(data.rows)),

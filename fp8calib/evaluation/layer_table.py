@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8calib.evaluation.attention_errors import LayerError
 from fp8calib.layers import LayerSpec
-from fp8calib.scales import KINDS
+from fp8calib.scales import KINDS, ScaleSet
 
 _FACTS = (
     "index",
@@ -26,9 +26,10 @@ def layer_table(
     layers: Sequence[LayerSpec],
     record: Mapping[str, Any],
     errors: Mapping[str, Sequence[LayerError]],
+    scales: ScaleSet | None = None,
 ) -> list[dict[str, Any]]:
     """One entry per attention layer; `record` is the content of fp8calib.json, which may say
-    anything, `errors` are by variant."""
+    anything, `errors` are by variant, `scales` those of the checkpoint."""
     by_layer: dict[int, dict[str, Any]] = {layer.index: {} for layer in layers}
     for key, found in errors.items():
         for error in found:
@@ -37,7 +38,11 @@ def layer_table(
             by_layer[error.index][key] = entry
     return [
         {name: asdict(layer)[name] for name in _FACTS}
-        | {"amax": _amax(record, layer), "errors": by_layer[layer.index]}
+        | {
+            "amax": _amax(record, layer),
+            "scales": _scales(scales, layer),
+            "errors": by_layer[layer.index],
+        }
         for layer in layers
     ]
 
@@ -46,7 +51,7 @@ def _amax(record: Mapping[str, Any], layer: LayerSpec) -> dict[str, list[float]]
     """By kind, the maxima of the heads as calibration recorded them."""
     layers = record.get("layers")
     entry = layers.get(str(layer.index)) if isinstance(layers, dict) else None
-    found = {}
+    found: dict[str, list[float]] = {}
     for kind in KINDS:
         statistics = entry.get(kind) if isinstance(entry, dict) else None
         amax = statistics.get("amax") if isinstance(statistics, dict) else None
@@ -58,6 +63,11 @@ def _amax(record: Mapping[str, Any], layer: LayerSpec) -> dict[str, list[float]]
         ):
             found[kind] = [float(x) for x in amax]
     return found
+
+
+def _scales(scales: ScaleSet | None, layer: LayerSpec) -> dict[str, list[float]]:
+    own = None if scales is None else scales.layers.get(layer.index)
+    return {} if own is None else {kind: values.tolist() for kind, values in own.items()}
 
 
 def recorded_search(record: Mapping[str, Any]) -> dict[str, Any] | None:

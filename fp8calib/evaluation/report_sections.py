@@ -173,8 +173,13 @@ def ranges(report: Report) -> str:
     layers = report.get("layers") or []
     columns = [str(layer.get("index")) for layer in layers]
     figures = []
+    recorded = any(layer.get("amax") for layer in layers)
     for kind, name in (("k", "K"), ("v", "V"), ("q", "Q")):
-        heads = [(layer.get("amax") or {}).get(kind) or [] for layer in layers]
+        if recorded:
+            heads = [(layer.get("amax") or {}).get(kind) or [] for layer in layers]
+        else:
+            known = [(layer.get("scales") or {}).get(kind) or [] for layer in layers]
+            heads = [[448 * (_finite(scale) or 0.0) for scale in layer] for layer in known]
         plot = heat_map(
             _by_head(heads),
             x_name="layer",
@@ -187,7 +192,7 @@ def ranges(report: Report) -> str:
         if plot:
             figures.append(f"<figure><h3>largest |{name}|</h3>{plot}</figure>")
     return section(
-        "Ranges that calibration saw",
+        "Ranges that calibration saw" if recorded else "Ranges that the scales stand for",
         f'<div class="plots">{"".join(figures)}</div>' if figures else "",
         note="Logarithmic colours. Framed: beyond 448, e4m3's largest value, so clipped at scale "
         "1.0. Heads of one layer far apart are what attn_head scales are for.",

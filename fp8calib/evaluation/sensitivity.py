@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -26,7 +28,7 @@ from fp8calib.layers import LayerSpec
 from fp8calib.models import cache_dir, resolve_model
 from fp8calib.runtime.kv_cache_dtype import NATIVE_WORDS, check_words, choose_kv_format
 from fp8calib.runtime.kv_format import Arithmetic, KVFormat, owner_of
-from fp8calib.runtime.loader import load
+from fp8calib.runtime.loader import LoadedModel, load
 
 _ERROR_DOCUMENTS = 4
 
@@ -157,20 +159,8 @@ def sensitivity(
     if config.kv_cache_dtype in NATIVE_WORDS:
         raise UserError(f"--kv-cache-dtype {config.kv_cache_dtype} is not FP8: nothing to search")
     data, warnings = load_text(model, folder, checkpoint.sidecar or {}, text)
-    loaded = load(
-        model,
-        device=config.device,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
-    word = "fp8" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    choice = choose_kv_format(
-        loaded, word, [], config.attention or "accurate", config.missing_scales
-    )
-    served = as_served(choice.kv_format, config.attention)
-    identity = _identity(checkpoint, data, served, config)
-    memory = Memory(cache_dir() / "sensitivity" / f"{identity[:16]}.json", identity, config.resume)
-    measurements = Measurements(loaded.model, loaded.layers, served, data.rows, memory)
+    loaded, measurements, more = _measurements(model, data, config)
+    served = measurements.served
     own = [layer for layer in loaded.layers if layer.kv_source is None]
     search = Search(measurements, own, budget, max(1, len(data.rows) // 4))
     errors, partial = _errors(measurements), False
@@ -185,7 +175,7 @@ def sensitivity(
         budget=budget,
         dataset=describe(data),
         **findings(search, errors, loaded.layers),
-        warnings=[*warnings, *choice.warnings],
+        warnings=[*warnings, *more],
         versions={"fp8calib": __version__}
         | {name: version(name) for name in ("torch", "transformers")},
         device=str(loaded.model.device),
@@ -200,8 +190,29 @@ def sensitivity(
             skip = result.skip_layers or []
             record = search_record(search, skip, result.dataset)
             amend(folder, skip_layers=skip, sensitivity=record)
-        memory.discard()
+        measurements.memory.discard()
     return result
+
+
+def _measurements(
+    model: str, data: TokenData, config: SensitivityConfig
+) -> tuple[LoadedModel, Measurements, list[str]]:
+    """The model, loaded, with what it measures, and what to say about its cache."""
+    loaded = load(
+        model,
+        device=config.device,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    word = "fp8" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    choice = choose_kv_format(
+        loaded, word, [], config.attention or "accurate", config.missing_scales
+    )
+    served = as_served(choice.kv_format, config.attention)
+    identity = _identity(loaded.checkpoint, data, served, config)
+    memory = Memory(cache_dir() / "sensitivity" / f"{identity[:16]}.json", identity, config.resume)
+    measurements = Measurements(loaded.model, loaded.layers, served, data.rows, memory)
+    return loaded, measurements, choice.warnings
 
 
 def findings(
@@ -273,8 +284,6 @@ def _identity(
     checkpoint: Checkpoint, data: TokenData, served: KVFormat, config: SensitivityConfig
 ) -> str:
     """What measurements depend on."""
-    from fp8calib.calibration.progress_file import fingerprint
-
     files = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
         for file in sorted(checkpoint.path.iterdir())
@@ -286,12 +295,13 @@ def _identity(
             index: [(kind, values.tolist()) for kind, values in layer.items()]
             for index, layer in served.scales.layers.items()
         }
-    return fingerprint(
-        version=__version__,
-        model=str(checkpoint.path.resolve()),
-        files=files,
-        text=data.fingerprint,
-        rows=[len(row) for row in data.rows],
-        served=(str(served.native), served.fp8_format, served.arithmetic, scales),
-        where=(config.device, version("torch"), version("transformers")),
+    facts = (
+        __version__,
+        str(checkpoint.path.resolve()),
+        files,
+        data.fingerprint,
+        [len(row) for row in data.rows],
+        (str(served.native), served.fp8_format, served.arithmetic, scales),
+        (config.device, version("torch"), version("transformers")),
     )
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
