@@ -93,7 +93,7 @@ def _header(content: bytes, rng: random.Random) -> bytes:
     if length > len(content) - 8:
         return _bytes(content, rng)
     if rng.random() < 0.2:
-        wrong = rng.choice([0, 1, length - 1, length + 1, 2**40, 2**64 - 1, len(content)])
+        wrong = rng.choice([0, 1, max(length, 1) - 1, length + 1, 2**40, 2**64 - 1, len(content)])
         return wrong.to_bytes(8, "little") + content[8:]
     header = _json(content[8 : 8 + length], rng)
     return len(header).to_bytes(8, "little") + header + content[8 + length :]
