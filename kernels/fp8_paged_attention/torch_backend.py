@@ -109,6 +109,9 @@ def attend(
     starts, lens = cu_seqlens_q.tolist(), seq_lens.tolist()
     if max_seqlen_q == 1 and lens and len(query) == len(lens) == starts[-1] and 0 not in lens:
         for seqs in _alike(range(len(lens)), lens, pages, attention):
+            if len(seqs) == len(lens):
+                out.copy_(_attend_few(query[:, None], pages, seqs, lens, attention)[:, 0])
+                return
             few = _attend_few(query[seqs, None], pages, seqs, [lens[i] for i in seqs], attention)
             out[seqs] = few[:, 0].to(out.dtype)
         return
@@ -142,10 +145,10 @@ def _alike(
     for seq in sorted(seqs, key=lens.__getitem__, reverse=True):
         longest = min(lens[batch[0]], window) if batch else 0
         if batch and (2 * lens[seq] < longest or (len(batch) + 1) * longest > most):
-            yield batch
+            yield sorted(batch)
             batch = []
         batch.append(seq)
-    yield batch
+    yield sorted(batch)
 
 
 def _query_values(
