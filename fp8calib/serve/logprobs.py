@@ -34,7 +34,9 @@ def completion_logprobs(
         ],
         tokens=tokens,
         top_logprobs=[
-            place and {entry.decoded_token: _finite(entry) for entry in place.values()}
+            None
+            if place is None
+            else {entry.decoded_token: _finite(entry) for entry in place.values()}
             for place in places
         ],
     )
