@@ -80,6 +80,8 @@ def load_data(
     """
     if samples < 1 or max_seq_len < 1:
         raise DataError(f"samples ({samples}) and max_seq_len ({max_seq_len}) must be at least 1")
+    if not dataset:  # an unset variable of a shell; a Path would make the working folder of it
+        raise DataError("the name of a dataset is empty")
     if text_column is not None and messages_column is not None:
         raise DataError("--text-column and --messages-column exclude each other; give one of them")
     # four characters a token: passages of plain text then fill a row

@@ -62,6 +62,8 @@ def resolve_model(name: str, allow_pickle: bool = False) -> Path:
         from fp8calib.demo_model import demo_model
 
         return demo_model(name)
+    if not name:  # an unset variable of a shell; a Path would make the working folder of it
+        raise ModelError("the name of a model is empty")
     try:
         path = Path(name).expanduser()
         there = path.exists()

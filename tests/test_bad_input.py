@@ -188,3 +188,37 @@ def test_a_huge_top_k_is_all(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as stop:
         main(["run", str(tiny()), *args, "--max-tokens", "2"])
     assert stop.value.code == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("calibrate", "", "--dataset", "TEXTS", "-o", "OUT"), "model is empty"),
+        (("calibrate", "MODEL", "--dataset", "", "-o", "OUT"), "dataset is empty"),
+        (("convert", "", "--to", "json", "-o", "OUT.json"), "model is empty"),
+        (("verify", "MODEL", "--dataset", "TEXTS", "--tasks", ""), "names no task"),
+        (("verify", "MODEL", "--dataset", "TEXTS", "--tasks", ","), "names no task"),
+    ],
+)
+def test_what_an_unset_variable_of_a_shell_leaves_is_refused(
+    args: tuple[str, ...],
+    said: str,
+    tiny: Tiny,
+    texts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tiny())  # where an empty name would be taken for a model's folder
+    places = {"MODEL": str(tiny()), "TEXTS": texts, "OUT": str(tmp_path / "out")}
+    places["OUT.json"] = str(tmp_path / "out.json")
+    code, line = call(capsys, *[places.get(word, word) for word in args])
+    assert (code, said in line) == (2, True), line
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_an_output_where_no_file_can_be_made(
+    tiny: Tiny, texts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, line = call(capsys, "calibrate", str(tiny()), "--dataset", texts, "-o", "/proc/out")
+    assert code == 2 and line.startswith("error: cannot write /proc/out: ")

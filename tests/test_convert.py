@@ -575,3 +575,22 @@ def test_converting_imports_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_link_that_is_overwritten_stays_a_link(tmp_path: Path) -> None:
+    made = checkpoint_of(random_set(), tmp_path / "a")
+    (tmp_path / "real.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to("real.json")
+    convert(made, "json", tmp_path / "link.json", overwrite=True)
+    assert (tmp_path / "link.json").is_symlink()
+    assert equal(read_scale_file(tmp_path / "real.json").scales, read_scales(made))
+
+
+@pytest.mark.parametrize(("target", "name"), [("trtllm", "x.json"), ("json", "x.safetensors")])
+def test_a_name_that_would_not_be_read_back_is_refused(
+    target: str, name: str, tmp_path: Path
+) -> None:
+    made = checkpoint_of(random_set("tensor"), tmp_path / "a")
+    with pytest.raises(ScaleError, match="go into a file named"):
+        convert(made, target, tmp_path / name)
+    assert not (tmp_path / name).exists()

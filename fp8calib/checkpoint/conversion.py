@@ -190,6 +190,8 @@ def _check_target(target: Format, output: Path, tp: int, overwrite: bool) -> Non
         raise ScaleError("--tp is for the sglang format, whose file is for a number of ranks")
     if target.with_weights:
         check_output(output, overwrite)
+    elif {output.suffix, target.suffix} == {".json", ".safetensors"}:  # it would not be read back
+        raise ScaleError(f"{output}: {target.name} scales go into a file named {target.suffix}")
     else:
         check_file(output, overwrite)
 
@@ -197,12 +199,12 @@ def _check_target(target: Format, output: Path, tp: int, overwrite: bool) -> Non
 def _local(source: str) -> Path:
     from fp8calib.models import resolve_model
 
-    return Path(source) if Path(source).is_dir() else resolve_model(source)
+    return Path(source) if source and Path(source).is_dir() else resolve_model(source)
 
 
 def _read(source: str) -> _Source:
     path = Path(source)
-    if path.is_file() or (path.is_dir() and trtllm.recognise(path)):
+    if path.is_file() or (source and path.is_dir() and trtllm.recognise(path)):
         return _Source(read_scale_file(path))
     checkpoint = open_checkpoint(_local(source))
     model_type = text_config(checkpoint.config).get("model_type")

@@ -88,12 +88,16 @@ def check_room(output: Path | str, files: Iterable[Path]) -> None:
     free, needed = shutil.disk_usage(parent).free, sum(file.stat().st_size for file in files)
     if needed <= free:
         return
-    with tempfile.TemporaryFile(dir=parent) as probe, files[0].open("rb") as reader:
-        if not _share_blocks(reader, probe):
-            raise CheckpointError(
-                f"{parent} has {free / 1e9:.1f} GB free, the weights take {needed / 1e9:.1f} GB: "
-                "free some space, choose another output, or share the weights with --link"
-            )
+    try:
+        with tempfile.TemporaryFile(dir=parent) as probe, files[0].open("rb") as reader:
+            shared = _share_blocks(reader, probe)
+    except OSError as problem:  # such as /proc, where no file can be made
+        raise CheckpointError(f"cannot write {output}: {problem.strerror}") from None
+    if not shared:
+        raise CheckpointError(
+            f"{parent} has {free / 1e9:.1f} GB free, the weights take {needed / 1e9:.1f} GB: "
+            "free some space, choose another output, or share the weights with --link"
+        )
 
 
 @contextmanager
@@ -112,9 +116,11 @@ def staged(output: Path | str, overwrite: bool) -> Iterator[Path]:
 def scratch(output: Path) -> Iterator[Path]:
     """A folder beside `output` for work on the way to it. It is gone when the block ends; if the
     process is killed, the next run removes it. Raises CheckpointError for a full disk."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     folder = _sibling(output, "tmp")
-    folder.mkdir()
+    try:
+        folder.mkdir(parents=True)
+    except OSError as problem:
+        raise CheckpointError(f"cannot write {output}: {problem.strerror}") from None
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -145,9 +151,11 @@ def check_file(output: Path, overwrite: bool) -> None:
 
 
 def write_file(output: Path, content: bytes, overwrite: bool) -> None:
-    """Write a single file, whole or not at all; raises CheckpointError."""
+    """Write a single file, whole or not at all; raises CheckpointError. A link stays, and what it
+    points to is replaced: never the link itself, which may be /dev/stdout."""
     check_file(output, overwrite)
-    unfinished = _sibling(output.absolute(), "tmp")
+    output = output.resolve()
+    unfinished = _sibling(output, "tmp")
     try:
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("xb") as file:

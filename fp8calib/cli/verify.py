@@ -206,9 +206,18 @@ def verify(
     chosen = {name: given[name] for name in names.split() if name in given}
     chosen["kv_cache_dtype_skip_layers"] = skip_layers
     chosen["needle_lengths"] = _lengths(needle_lengths)
-    chosen["tasks"] = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    chosen["tasks"] = _tasks(tasks)
     result = _run(model, gates, chosen, engine, python, files.get("junit"))
     _finish(result, files, png, card, json)
+
+
+def _tasks(words: str | None) -> list[str]:
+    from fp8calib.errors import UserError
+
+    names = [name.strip() for name in (words or "").split(",") if name.strip()]
+    if words is not None and not names:  # such as an unset variable: no check may go missing
+        raise UserError(f"--tasks {words!r}: names no task")
+    return names
 
 
 def _gates(given: dict[str, Any], recipe: str | None) -> Gates:

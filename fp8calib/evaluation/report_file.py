@@ -109,7 +109,8 @@ def _xml(text: str) -> str:
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path` that then takes its place."""
+    """Let `write` fill a file beside `path` that then takes its place; a link stays a link."""
+    path = path.resolve()
     place = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     try:
         write(place)

@@ -25,7 +25,8 @@ class ScaleFile:
 
 @dataclass(frozen=True)
 class Format:
-    """What a format can hold. `with_weights`: it is a whole checkpoint, not a file of scales."""
+    """What a format can hold. `with_weights`: it is a whole checkpoint, not a file of scales, whose
+    name would end in `suffix`."""
 
     name: str
     title: str
@@ -34,6 +35,7 @@ class Format:
     separate: bool = True  # K and V have scales of their own
     skip_layers: bool = False
     with_weights: bool = False
+    suffix: str = ".json"
 
 
 _ALL = (
@@ -58,7 +60,12 @@ _ALL = (
         "the JSON of --quantization-param-path (SGLang, and older vLLM)",
         separate=False,
     ),
-    Format("trtllm", "TensorRT-LLM's kv_cache_scaling_factor tensors", separate=False),
+    Format(
+        "trtllm",
+        "TensorRT-LLM's kv_cache_scaling_factor tensors",
+        separate=False,
+        suffix=".safetensors",
+    ),
 )
 FORMATS = {entry.name: entry for entry in _ALL}
 
