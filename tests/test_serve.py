@@ -347,3 +347,19 @@ def test_two_hundred_streams_at_once(running: Running, llm: LLM) -> None:
     assert answers == [(o.text, "length", n) for o, n in zip(expected, lengths, strict=True)]
     assert most > 20, "the streams did not run together"
     running.wait_until_idle()
+
+
+def test_an_event_is_one_line_also_for_clients_that_split_at_unicode_line_ends() -> None:
+    class Event(BaseModel):
+        text: str
+
+    async def events() -> AsyncIterator[Event]:
+        yield Event(text="a\x85b\u2028c\u2029d\ne")
+
+    async def lines() -> list[str]:
+        return [text async for text in sse._as_text(events())]
+
+    event, done = asyncio.run(lines())
+    (line,) = event.strip().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"text": "a\x85b\u2028c\u2029d\ne"}
+    assert done == "data: [DONE]\n\n"

@@ -18,6 +18,9 @@ from fp8calib.serve.errors import as_api_error
 
 T = TypeVar("T")
 
+# Some clients split lines at these too, though server-sent events do not (httpx does).
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+
 
 class EventStream(StreamingResponse):
     """Sends models as JSON events and ``[DONE]`` after the last. A failure in between becomes an
@@ -37,7 +40,7 @@ class EventStream(StreamingResponse):
 async def _as_text(events: AsyncIterator[BaseModel]) -> AsyncIterator[str]:
     try:
         async for event in events:
-            yield f"data: {event.model_dump_json()}\n\n"
+            yield f"data: {event.model_dump_json().translate(_LINE_ENDS)}\n\n"
     except Exception as problem:
         yield f"data: {json.dumps(as_api_error(problem).body())}\n\n"
     yield "data: [DONE]\n\n"
