@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 from serving import Running, serving, wait_for
 
 from fp8calib import LLM, SamplingParams
 from fp8calib.runtime.async_llm import AsyncLLM
+from fp8calib.serve import sse
 from fp8calib.serve.settings import ServerSettings
 
 Tiny = Callable[..., Path]

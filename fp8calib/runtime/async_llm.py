@@ -11,6 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from fp8calib.errors import Fp8CalibError, ModelError, UserError
 from fp8calib.runtime.llm import LLM
 from fp8calib.runtime.metrics import EngineStats
@@ -165,6 +167,9 @@ class AsyncLLM:
 
     def _run(self) -> None:
         try:
+            device = self.llm.engine.store.device
+            if device.type == "cuda":  # a new thread begins with device 0
+                torch.cuda.set_device(device)
             while self._do_tasks():
                 if self._streams:
                     self._hand_out(self.llm.engine.step())
