@@ -118,6 +118,14 @@ def test_a_model_without_a_template_is_told_at_once(chat: Callable[..., Any], ti
     assert code == 2 and "has no chat template" in err
 
 
+def test_a_wrong_number_is_told_before_the_model_is_loaded(
+    chat: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8calib.runtime.llm.LLM", None)
+    code, out, err = chat("hello\n", "--temperature", "-1")
+    assert (code, out, err) == (2, "", "error: temperature must be 0 or more, got -1.0\n")
+
+
 def test_a_refused_system_message_leaves_the_old_one(tiny: Tiny) -> None:
     template = (
         "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no') }}{% endif %}"

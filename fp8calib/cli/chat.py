@@ -56,6 +56,7 @@ def chat(
 ) -> None:
     """Talk with a model; earlier turns stay in the cache. Commands: /system TEXT, /reset, /exit."""
     from fp8calib.models import resolve_model
+    from fp8calib.runtime.sampling_params import SamplingParams
 
     engine_options = options.given(
         kv_cache_dtype=kv_cache_dtype,
@@ -79,7 +80,8 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    resolve_model(model)  # a wrong name is told before torch is loaded
+    resolve_model(model)  # a wrong name is told before torch is loaded, and so are wrong numbers
+    SamplingParams(**sampling, **options.given(max_tokens=max_tokens))
     from fp8calib.cli.conversation import Conversation, Terminal
     from fp8calib.cli.engine_summary import show_engine
     from fp8calib.runtime.llm import LLM
