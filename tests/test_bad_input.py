@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -222,3 +223,35 @@ def test_an_output_where_no_file_can_be_made(
 ) -> None:
     code, line = call(capsys, "calibrate", str(tiny()), "--dataset", texts, "-o", "/proc/out")
     assert code == 2 and line.startswith("error: cannot write /proc/out: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (("verify", "--no-noise-floor"), '"gates"'),
+        (("sensitivity", "--budget-kl", "1"), '"budget'),
+    ],
+)
+def test_numbers_are_shown_where_their_report_cannot_be_written(
+    args: tuple[str, ...],
+    shown: str,
+    tiny: Tiny,
+    texts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    command, *more = args
+    report = str(tmp_path / "report.json")
+    with pytest.raises(SystemExit) as stop:
+        main([command, str(tiny()), "--dataset", texts, "--report", report, "--json", *more])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and shown in out and json.loads(out)
+    assert err.strip().splitlines()[-1] == (
+        f"error: cannot write {report}: No space left on device"
+    )
+    assert not list(tmp_path.glob("*report*"))

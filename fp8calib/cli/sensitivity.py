@@ -112,12 +112,14 @@ def sensitivity(
         resume=resume,
         **{name: value for name, value in text.items() if value is not None},
     )
-    if file is not None:
-        _write(result, file)
-    if json:
-        print_json(result.to_dict())
-    else:
-        _show(result, apply)
+    try:
+        if file is not None:
+            _write(result, file)
+    finally:  # numbers that took minutes are shown also where a file cannot be written
+        if json:
+            print_json(result.to_dict())
+        else:
+            _show(result, apply)
     if result.partial:
         raise KeyboardInterrupt
 

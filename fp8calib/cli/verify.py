@@ -314,10 +314,25 @@ def _finish(
     from fp8calib.cli.verify_output import failures, show
     from fp8calib.console import print_json
     from fp8calib.errors import CheckFailed
+
+    result = replace(result, command=command_line())
+    try:
+        _write(result, files, png, card)
+    finally:  # numbers that took minutes are shown also where a file cannot be written
+        if json:
+            print_json(result.to_dict())
+        else:
+            show(result)
+    if result.partial:
+        raise KeyboardInterrupt
+    if not result.ok:
+        raise CheckFailed(f"{result.model} fails {failures(result)}")
+
+
+def _write(result: Verification, files: dict[str, Path], png: bool, card: bool) -> None:
     from fp8calib.evaluation.report_file import write_junit, write_report
     from fp8calib.models import resolve_model
 
-    result = replace(result, command=command_line())
     if "report" in files:
         write_report(result, files["report"])
     if png:
@@ -331,11 +346,3 @@ def _finish(
         amend(resolve_model(result.model), accuracy=accuracy_record(result.to_dict()))
     if "junit" in files:
         write_junit(result, files["junit"])
-    if json:
-        print_json(result.to_dict())
-    else:
-        show(result)
-    if result.partial:
-        raise KeyboardInterrupt
-    if not result.ok:
-        raise CheckFailed(f"{result.model} fails {failures(result)}")
