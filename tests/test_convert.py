@@ -594,3 +594,21 @@ def test_a_name_that_would_not_be_read_back_is_refused(
     with pytest.raises(ScaleError, match="go into a file named"):
         convert(made, target, tmp_path / name)
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "kept"), [("compressed-tensors", True), ("modelopt", False), ("collapsed", False)]
+)
+def test_what_was_measured_with_other_scales_is_not_carried_over(
+    target: str, kept: bool, tmp_path: Path
+) -> None:
+    made = checkpoint_of(
+        random_set("attn_head" if target == "collapsed" else "tensor"), tmp_path / "a"
+    )
+    record = json.loads((made / "fp8calib.json").read_text())
+    measured = {"accuracy": {"ok": True}, "sensitivity": {"budget": 1}}
+    (made / "fp8calib.json").write_text(json.dumps(record | measured))
+    to, how = (target, None) if target != "collapsed" else ("compressed-tensors", "max")
+    convert(made, to, tmp_path / "out", collapse_heads=how)
+    found = json.loads((tmp_path / "out" / "fp8calib.json").read_text())
+    assert [name in found for name in measured] == [kept, kept]

@@ -78,7 +78,9 @@ def rescale(
     dtype = needed_kv_cache_dtype(source.config)
     sidecar = source.sidecar
     if sidecar is None or "recipe" not in sidecar:
-        raise CheckpointError(f"{folder} was not calibrated by fp8calib: it has no fp8calib.json")
+        raise CheckpointError(
+            f"{folder} was not calibrated by fp8calib: it has no fp8calib.json with a recipe"
+        )
     recipe = parse_content(sidecar["recipe"], f"{folder}/fp8calib.json").with_options(**options)
     layers = record.layers_of(sidecar, folder)
     skip, _ = resolve_skip_layers(recipe.calibration.kv_cache_dtype_skip_layers, layers)

@@ -99,7 +99,8 @@ def convert(
                 "into a checkpoint"
             )
         serve, found_in_it = _write_into(
-            found.checkpoint, file, output, target, _sidecar(found.checkpoint, file.scales),
+            found.checkpoint, file, output, target,
+            _sidecar(found.checkpoint, found.file.scales, file.scales),
             link=link, overwrite=overwrite, name=name, same_calibration=True,
         )  # fmt: skip
         notes = [*found.file.notes, *found_in_it]
@@ -300,11 +301,15 @@ def _tail(module: str) -> str:
     return ".".join(parts[max(at - 1, 0) :])
 
 
-def _sidecar(checkpoint: Checkpoint, scales: ScaleSet) -> dict[str, Any]:
-    """The source's own record, brought up to date; of a checkpoint by others, that it was so."""
+def _sidecar(checkpoint: Checkpoint, before: ScaleSet, scales: ScaleSet) -> dict[str, Any]:
+    """The source's own record, brought up to date; of a checkpoint by others, that it was so. What
+    was measured with the scales `before` does not stand for others."""
     record = dict(checkpoint.sidecar or {"converted_from": checkpoint.path.name})
     record.pop("schema_version", None)
     record |= {"strategy": scales.strategy, "query": scales.has_query}
+    if (before.strategy, before.has_query) != (scales.strategy, scales.has_query):
+        for measured in ("accuracy", "sensitivity"):
+            record.pop(measured, None)
     recipe = record.get("recipe")
     if isinstance(recipe, dict) and isinstance(recipe.get("calibration"), dict):
         asked = recipe["calibration"] | {"strategy": scales.strategy, "query": scales.has_query}
