@@ -109,3 +109,12 @@ def test_its_own_choices_cannot_be_given(
         main(["calibrate", *args, "--budget-kl", "0.1"])
     assert stop.value.code == 2 and "--budget-kl is for --auto" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_text_that_predicts_nothing_is_refused(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.jsonl").write_text('{"text": "a"}\n')
+    args = ["--dataset", str(tmp_path / "one.jsonl"), "-o", str(tmp_path / "out")]
+    code, _, err = auto(capsys, str(tiny()), *args)
+    assert code == 2 and "no text has two tokens" in err and not (tmp_path / "out").exists()

@@ -196,6 +196,7 @@ def test_a_huge_top_k_is_all(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> 
     [
         (("calibrate", "", "--dataset", "TEXTS", "-o", "OUT"), "model is empty"),
         (("calibrate", "MODEL", "--dataset", "", "-o", "OUT"), "dataset is empty"),
+        (("inspect", ""), "model is empty"),
         (("convert", "", "--to", "json", "-o", "OUT.json"), "model is empty"),
         (("verify", "MODEL", "--dataset", "TEXTS", "--tasks", ""), "names no task"),
         (("verify", "MODEL", "--dataset", "TEXTS", "--tasks", ","), "names no task"),

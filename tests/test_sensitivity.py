@@ -361,6 +361,17 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     assert Memory(path, "b", resume=False).sums == {}
 
 
+def test_a_home_that_cannot_be_written_does_not_end_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "home").write_text("a file")
+    memory = Memory(tmp_path / "home" / "sensitivity" / "x.json", "a", resume=True)
+    memory.save()
+    memory.save()
+    memory.discard()
+    assert capsys.readouterr().err.count("this run cannot be resumed") == 1
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

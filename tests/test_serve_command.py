@@ -192,6 +192,7 @@ def test_a_busy_port_is_one_line(tiny: Tiny, capsys: pytest.CaptureFixture[str])
         (["--max-body-size", "big"], "--max-body-size big: give a size"),
         (["--max-n", "0"], "the limit of n must be at least 1"),
         (["--api-key", ""], "the API key is empty"),
+        (["--served-model-name", ""], "name is empty"),
         (["--drain-timeout", "-1"], "0 or more"),
         (["--tensor-parallel-size", "2"], "is for --engine vllm"),
         (["--engine", "vllm", "--max-tokens", "5"], "--max-tokens is for --engine fp8calib"),

@@ -23,6 +23,7 @@ from fp8calib.calibration.observers import make_scales
 from fp8calib.calibration.record import AllRanges
 from fp8calib.data import TokenData, load_data
 from fp8calib.data_sources import DEFAULT_DATASET, PYDOC
+from fp8calib.errors import DataError
 from fp8calib.evaluation.bootstrap import Estimate
 from fp8calib.evaluation.end_to_end import VerifyConfig, describe
 from fp8calib.evaluation.sensitivity import search_record, skip_words
@@ -206,7 +207,11 @@ def held_out(
     model: str, source: Path, data: TokenData, asked: Calibration, trust_remote_code: bool
 ) -> TokenData:
     """Text to judge on that calibration does not see: the other half of the default data, or texts
-    of the user's own that were not drawn; the calibration's texts where there are no others."""
+    of the user's own that were not drawn; the calibration's texts where there are no others.
+
+    Raises:
+        DataError: no text has two tokens.
+    """
     config = VerifyConfig(
         samples=SAMPLES,
         max_seq_len=min(MAX_SEQ_LEN, asked.max_seq_len),
@@ -234,4 +239,6 @@ def held_out(
     if len(rows) < _ENOUGH:
         console.info("--auto: no texts are left to judge on, so it judges on those of calibration")
         rows = [row for row in more.rows if len(row) > 1][:SAMPLES]
+    if not rows:
+        raise DataError(f"{data.source}: no text has two tokens, so --auto has nothing to judge on")
     return replace(more, rows=rows)

@@ -79,7 +79,7 @@ def inspect(checkpoint: Path | str, runtime: str = DEFAULT, tp: int = 1) -> Insp
     if not 1 <= tp <= 1024:
         raise UserError(f"--tp {tp}: a number of ranks is 1 to 1024")
     path = Path(checkpoint)
-    if not path.is_dir():
+    if checkpoint == "" or not path.is_dir():
         from fp8calib.models import resolve_model
 
         path = resolve_model(str(checkpoint))

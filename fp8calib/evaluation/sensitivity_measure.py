@@ -88,13 +88,20 @@ class Memory:
     def save(self) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self._write(self.path)
+        except OSError as problem:  # such as a home that cannot be written: no reason to stop
+            console.warn(f"this run cannot be resumed: {self.path}: {problem.strerror}")
+            self.path = None
+
+    def _write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         with unfinished.open("w", encoding="utf-8") as file:
             json.dump({"identity": self.identity, "sums": self.sums}, file)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(self.path)
+        unfinished.replace(path)
 
     def discard(self) -> None:
         if self.path is not None:

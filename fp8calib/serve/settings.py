@@ -43,7 +43,7 @@ class ServerSettings:
     server by; None is any.
 
     Raises:
-        UserError: an empty key, or a negative time.
+        UserError: an empty key or name, or a negative time.
     """
 
     model_names: Sequence[str]
@@ -56,5 +56,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if self.api_key == "":
             raise UserError("the API key is empty")
+        if not all(self.model_names):
+            raise UserError("a served model's name is empty")
         if self.drain_seconds < 0:
             raise UserError(f"the time to drain must be 0 or more, got {self.drain_seconds}")
