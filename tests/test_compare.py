@@ -73,6 +73,26 @@ def test_what_makes_numbers_incomparable_is_told(tmp_path: Path) -> None:
     assert {d.difference for d in rows if d.variant == "calibrated"} == {None}
 
 
+def test_intervals_of_different_texts_are_not_held_apart(tmp_path: Path) -> None:
+    text = {"name": "other", "tokens": 5, "fingerprint": "g"}
+    one = report(tmp_path / "a.json", 0.06)
+    found = compare_reports(one, report(tmp_path / "b.json", 0.04, dataset=text))
+    assert {d.apart for d in found.differences} == {None}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"tasks": [3], "gates": "x"},
+        {"tasks": [{"task": "t", "variants": 5}], "needle": {"variants": [None]}, "gates": []},
+        {"variants": [{"key": "a", "perplexity": 10**400}], "gates": [1]},
+    ],
+)
+def test_odd_values_in_a_report_are_passed_over(odd: dict[str, Any], tmp_path: Path) -> None:
+    one = report(tmp_path / "a.json", 0.06)
+    assert compare_reports(one, report(tmp_path / "b.json", 0.06, **odd)).verdicts[1] == "passes"
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(report(tmp_path / f"{name}.json", kl)) for name, kl in (("a", 0.06), ("b", 0.04))]
     with pytest.raises(SystemExit) as stop:

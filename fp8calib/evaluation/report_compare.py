@@ -34,7 +34,7 @@ _SAME = (
 @dataclass(frozen=True)
 class Difference:
     """One number in both reports; None where one lacks it. apart: its intervals do not overlap,
-    None where there are none."""
+    None where there are none, or the texts differ."""
 
     variant: str
     metric: str
@@ -98,7 +98,7 @@ def _mismatches(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
         if a.get(name) != b.get(name):
             yield f"{words}: {a.get(name)} and {b.get(name)}"
     texts = [_mapping(report.get("dataset")) for report in (a, b)]
-    if texts[0].get("fingerprint") != texts[1].get("fingerprint"):
+    if not _same_text(a, b):
         names = [f"{t.get('name')} ({t.get('tokens')} tokens)" for t in texts]
         yield f"different texts, so no number can be compared: {names[0]} and {names[1]}"
     versions = [_mapping(report.get("versions")) for report in (a, b)]
@@ -111,8 +111,14 @@ def _mismatches(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
             yield f"the {which} report was interrupted: its numbers are partial"
 
 
+def _same_text(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    prints = [_mapping(report.get("dataset")).get("fingerprint") for report in (a, b)]
+    return bool(prints[0] == prints[1])
+
+
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     one, other = _numbers(a), _numbers(b)
+    same_text = _same_text(a, b)  # else intervals apart would say nothing of the caches
     for variant, metric in dict.fromkeys([*one, *other]):
         left, right = one.get((variant, metric)), other.get((variant, metric))
         pair = [None if found is None else found[0] for found in (left, right)]
@@ -123,7 +129,7 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differe
             pair[0],
             pair[1],
             pair[1] - pair[0] if known else None,  # type: ignore[operator]
-            _apart(left, right),
+            _apart(left, right) if same_text else None,
         )
 
 
@@ -140,12 +146,12 @@ def _numbers(report: Mapping[str, Any]) -> dict[tuple[str, str], _Number]:
         ("needle", ("found", "kept", "logprob")),
         ("generation", ("agreement", "repeat_rate", "compression_ratio")),
     ):
-        for variant in _mapping(report.get(check)).get("variants") or []:
+        for variant in _mappings(_mapping(report.get(check)).get("variants")):
             for metric in metrics:
                 key = str(variant.get("key")), f"{check}: {metric}"
                 found[key] = _number(variant.get(metric))
-    for task in report.get("tasks") or []:
-        for variant in task.get("variants") or []:
+    for task in _mappings(report.get("tasks")):
+        for variant in _mappings(task.get("variants")):
             key = str(variant.get("key")), f"{task.get('task')}: {task.get('metric')}"
             found[key] = _number(variant.get("value"))
     return {key: number for key, number in found.items() if number[0] is not None}
@@ -159,7 +165,10 @@ def _number(found: Any) -> _Number:
 
 
 def _float(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:  # JSON's integers have no end
+        return None
 
 
 def _apart(a: _Number | None, b: _Number | None) -> bool | None:
@@ -172,10 +181,14 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+
+
 def _verdict(report: Mapping[str, Any]) -> str:
     failed = [
         f"{gate.get('gate')} ({gate.get('variant')})"
-        for gate in report.get("gates") or []
+        for gate in _mappings(report.get("gates"))
         if not gate.get("passed")
     ]
     return "passes" if not failed else f"fails {', '.join(failed)}"
