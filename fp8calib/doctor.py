@@ -229,7 +229,8 @@ def _on_this_machine(model: str) -> Path:
         return Path(snapshot_download(model, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError, ValueError):
         raise ModelError(
-            f"{model:.99}: not on this machine; `fp8calib models --path {model:.99}` fetches it"
+            f"{model:.99}: not on this machine; where it is a Hub id, "
+            f"`fp8calib models --path {model:.99}` fetches it"
         ) from None
 
 

@@ -256,3 +256,21 @@ def test_numbers_are_shown_where_their_report_cannot_be_written(
         f"error: cannot write {report}: No space left on device"
     )
     assert not list(tmp_path.glob("*report*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["calibrate", "--auto", "--budget-kl", "-1"], "--budget-kl must be above 0, got -1"),
+        (["calibrate", "-o", "out", "--private"], "--private is for --push-to-hub"),
+        (["convert", "--to", "json", "-o", "out", "--private"], "--private is for --push-to-hub"),
+        (["verify", "--variants", "fp8,"], "--variants has an empty name between its commas"),
+        (["inspect", "--live", "--python", "/bin/true"], "there is no vLLM in /bin/true"),
+    ],
+    ids=lambda words: words[-1] if isinstance(words, list) else "",
+)
+def test_options_that_mean_nothing(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    code, line = call(capsys, words[0], str(tiny()), *words[1:])
+    assert code == 2 and message in line

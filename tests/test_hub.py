@@ -256,3 +256,9 @@ def test_files_of_scales_are_not_pushed(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as stop:
         main([*command, "--push-to-hub", "me/x"])
     assert stop.value.code == 2 and "json is a file of scales" in capsys.readouterr().err
+
+
+def test_private_without_a_repository_is_refused() -> None:
+    check_push(None)
+    with pytest.raises(UserError, match="--private is for --push-to-hub"):
+        check_push(None, private=True)

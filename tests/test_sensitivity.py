@@ -19,6 +19,7 @@ import fp8calib
 from fp8calib.attention import handle_attention, plain_attention
 from fp8calib.calibration.rescale import rescale
 from fp8calib.checkpoint import open_checkpoint
+from fp8calib.checkpoint.amend import amend
 from fp8calib.cli import main
 from fp8calib.errors import UserError
 from fp8calib.evaluation import verify
@@ -302,12 +303,14 @@ def test_apply_records_the_layers_where_everything_reads_them(
     fp8calib.calibrate(fragile_model, out, dataset=texts)
     args = ["--dataset", texts, "--keep-bytes", "40", "--apply"]
     page = tmp_path / "found.html"
+    amend(out, accuracy={"of": "a cache without this list"})
     code, _, err = call(capsys, str(out), *args, "--report", str(page))
     assert "Each layer alone in FP8" in page.read_text() and "vLLM needs" in page.read_text()
     assert code == 0 and "vLLM needs: --kv-cache-dtype-skip-layers" in err
     sidecar = json.loads((out / "fp8calib.json").read_text())
     (layer,) = sidecar["skip_layers"]
     assert sidecar["sensitivity"]["budget"] == {"kl": None, "share": 0.4}
+    assert "accuracy" not in sidecar
     assert open_checkpoint(out).recorded_skip_layers == [layer]
     assert f"--kv-cache-dtype-skip-layers {layer}" in (out / "README.md").read_text()
     assert sorted(f.name for f in out.iterdir() if f.name.startswith(".")) == []

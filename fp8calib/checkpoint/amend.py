@@ -31,7 +31,7 @@ def amend(folder: Path, *, skip_layers: Sequence[str] | None = None, **entries: 
 
     Args:
         skip_layers: in vLLM's form; replaces the recorded list, in the recipe that `rescale`
-            continues from too.
+            continues from too. Accuracy that was recorded with another list is dropped.
         entries: further keys of fp8calib.json and their new values, plain JSON.
 
     Raises:
@@ -41,6 +41,8 @@ def amend(folder: Path, *, skip_layers: Sequence[str] | None = None, **entries: 
     checkpoint = open_checkpoint(folder)
     sidecar = dict(checkpoint.sidecar or {}) | entries
     if skip_layers is not None:
+        if list(skip_layers) != sidecar.get("skip_layers", []) and "accuracy" not in entries:
+            sidecar.pop("accuracy", None)
         sidecar["skip_layers"] = list(skip_layers)
         if isinstance(recipe := sidecar.get("recipe"), dict):
             calibration = dict(recipe.get("calibration") or {})

@@ -13,12 +13,17 @@ from fp8calib.errors import UserError
 _REPO = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 
 
-def check_push(repo: str) -> None:
+def check_push(repo: str | None, private: bool = False) -> None:
     """Find out before any expensive work whether `repo` can be pushed to: its name, and the login.
+    None is no push.
 
     Raises:
         UserError: one line saying what is in the way.
     """
+    if repo is None:
+        if private:
+            raise UserError("--private is for --push-to-hub")
+        return
     if not _REPO.fullmatch(repo):
         raise UserError(f"--push-to-hub {repo!r:.99}: a repository's name is OWNER/NAME")
     with _explained(repo):

@@ -160,14 +160,12 @@ def _one_to_change(checkpoint: Checkpoint, skipped: frozenset[int]) -> tuple[int
 
 def _interpreter(python: str | None) -> str:
     interpreter = os.path.expanduser(python) if python else sys.executable
-    command = [
-        interpreter, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
-    ]  # fmt: skip
+    look = "import importlib.util as u; print('vllm', u.find_spec('vllm') is not None)"
     try:
-        found = subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+        done = subprocess.run([interpreter, "-c", look], capture_output=True, timeout=120)
     except (OSError, ValueError, subprocess.TimeoutExpired) as problem:
         raise UserError(f"--python {interpreter}: {problem}") from None
-    if not found:
+    if b"vllm True" not in done.stdout:
         raise UserError(f"there is no vLLM in {interpreter}: name one that has it with --python")
     return interpreter
 

@@ -113,14 +113,15 @@ def calibrate(
 
     if budget_kl is not None and not auto:
         raise UserError("--budget-kl is for --auto")
+    if budget_kl is not None and not 0 < budget_kl < float("inf"):
+        raise UserError(f"--budget-kl must be above 0, got {budget_kl:g}")
     if auto and strategy is not None:
         raise UserError("--auto chooses the strategy: leave --strategy out")
     chosen = chosen.with_gates(max_kl=budget_kl)
     resolve_model(model, allow_pickle)  # a wrong name is told before torch is loaded
-    if push_to_hub:
-        from fp8calib.checkpoint.hub import check_push, push
+    from fp8calib.checkpoint.hub import check_push, push
 
-        check_push(push_to_hub)
+    check_push(push_to_hub, private)
     from fp8calib import console
     from fp8calib.calibration import calibrate as run
     from fp8calib.calibration.ranks import first_rank

@@ -59,10 +59,9 @@ def convert(
     from fp8calib.checkpoint.hub import check_push, push
     from fp8calib.errors import UserError
 
-    if push_to_hub:
-        if not format_named(to).with_weights:
-            raise UserError(f"--push-to-hub is for checkpoints, and {to} is a file of scales")
-        check_push(push_to_hub)
+    if push_to_hub and not format_named(to).with_weights:
+        raise UserError(f"--push-to-hub is for checkpoints, and {to} is a file of scales")
+    check_push(push_to_hub, private)
     result = run(
         source,
         to,

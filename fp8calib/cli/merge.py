@@ -40,8 +40,7 @@ def merge(
     from fp8calib.checkpoint.conversion import merge as run
     from fp8calib.checkpoint.hub import check_push, push
 
-    if push_to_hub:
-        check_push(push_to_hub)
+    check_push(push_to_hub, private)
     result = run(
         checkpoint,
         scales,

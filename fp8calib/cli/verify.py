@@ -90,6 +90,7 @@ def verify(
         int | None,
         typer.Option(
             metavar="N",
+            min=1,
             help="Also generate N tokens after each of 8 prompts under every column. Cost: N steps "
             "of 8 sequences a column; SmolLM2 on one CPU core: 250 tokens take about a minute a "
             "column, 2000 about 15.",

@@ -53,6 +53,8 @@ class Column:
 def parse_columns(words: str | Sequence[str]) -> tuple[Column, ...]:
     """Raises UserError for a word that is no column, or comes twice."""
     listed = words.split(",") if isinstance(words, str) else list(words)
+    if not all(word.strip() for word in listed):
+        raise UserError("--variants has an empty name between its commas")
     columns = tuple(_parse(word.strip()) for word in listed)
     for column in columns:
         if [other.word for other in columns].count(column.word) > 1:
