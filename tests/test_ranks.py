@@ -57,7 +57,9 @@ def same_files(one: Path, other: Path) -> None:
     assert records[0] == records[1]
 
 
-@pytest.mark.parametrize(("processes", "batch_size"), [(2, 2), (3, 8)])
+@pytest.mark.parametrize(
+    ("processes", "batch_size"), [(2, 2), pytest.param(3, 8, marks=pytest.mark.slow)]
+)
 def test_ranks_give_what_one_process_gives(
     tiny: Callable[..., Path], texts: Path, tmp_path: Path, processes: int, batch_size: int
 ) -> None:

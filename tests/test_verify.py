@@ -414,7 +414,7 @@ def spread_head(spread: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PYDOC = ["--dataset", "builtin:pydoc", "--split", "heldout", "--samples", "8"]
-PYDOC += ["--max-seq-len", "160"]
+PYDOC += ["--max-seq-len", "160", "--no-noise-floor"]
 
 
 def test_heads_far_apart_fail_at_scale_1_and_pass_with_scales_per_head(

@@ -437,7 +437,7 @@ def test_report_files(
     code, out, _ = call(capsys, *args, "--json")
     report = json.loads(place.read_text())
     assert code == 0 and report == json.loads(out)
-    assert report["schema"] == 1 and report["command"].startswith("fp8calib ")
+    assert report["schema"] == 1 and report["command"].startswith("fp8calib verify ")
     assert sorted(tmp_path.iterdir()) == [place]
     code, _, err = call(capsys, *args)
     assert code == 2 and "exists" in err and "--overwrite" in err

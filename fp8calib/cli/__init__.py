@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fp8calib import __version__
+from fp8calib.cli.command_line import remember
 
 app = typer.Typer(
     name="fp8calib",
@@ -56,7 +57,9 @@ def main(args: list[str] | None = None) -> None:
     from fp8calib.errors import Fp8CalibError
 
     try:
-        given = list(_with_lists_joined(sys.argv[1:] if args is None else args))
+        words = sys.argv[1:] if args is None else args
+        remember(words)
+        given = list(_with_lists_joined(words))
         status = _run(given)
         if status == 130:  # what typer makes of Ctrl-C
             _fail("interrupted", 130)
