@@ -168,7 +168,7 @@ class AsyncLLM:
     def _run(self) -> None:
         try:
             device = self.llm.engine.store.device
-            if device.type == "cuda":  # a new thread begins with device 0
+            if device.type == "cuda" and device.index:  # a new thread begins with device 0
                 torch.cuda.set_device(device)
             while self._do_tasks():
                 if self._streams:
