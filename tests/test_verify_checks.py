@@ -455,7 +455,7 @@ def test_report_files(
         (["--max-repeat-increase", "0.1"], "needs --generation"),
         (["--needle", "--needle-lengths", "1k"], "give numbers of tokens"),
         (["--needle", "--needle-lengths", "9999"], "needle length 9999"),
-        (["--generation", "-1"], "generation must be at least 0"),
+        (["--generation", "0"], "Invalid value for '--generation'"),
         (["--engine", "sglang"], "unknown --engine 'sglang'"),
         (["--python", "python3"], "--python is for --engine vllm"),
         (["--engine", "vllm", "--generation", "9"], "--generation is for --engine fp8calib"),
