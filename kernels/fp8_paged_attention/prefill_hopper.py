@@ -20,7 +20,7 @@ take one work item after the other.
 5. ``fp8``: P is 256 exp2(score - maximum) in e4m3, and V's order in the page makes a thread's
    scores the left operand of the second product as they are. ``accurate``: P and V are float16,
    into which FP8 codes fit exactly. (P as hi + lo in FP8 against V as it is was a little slower,
-   and FP8 products are summed with some 14 bits: the error grew from 2e-3 to 5e-3 at 32,768 tokens.)
+   and FP8 products are summed with some 14 bits: the error grew to 5e-3 at 32,768 tokens.)
 6. Tokens of a page that no sequence owns may hold anything. Scores of such keys are masked; V is
    zeroed in shared memory in the rare tiles that have some.
 
