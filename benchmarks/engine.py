@@ -33,6 +33,7 @@ from fp8calib.runtime.sampling_params import SamplingParams
 
 PARTS = ("latency", "step", "throughput", "prefill", "capacity", "host")
 FORMATS = {"fp8": "fp8", "bf16": "bfloat16"}
+WARM_UP = 24  # tokens of each request
 
 
 def random_llama(layers: int) -> LoadedModel:
@@ -257,37 +258,42 @@ def throughput(loaded: LoadedModel, args: argparse.Namespace) -> dict[str, float
         engine = make_engine(
             loaded, word, 128 * 1536, max_num_seqs=128, max_num_batched_tokens=8192
         )
-        run_all(engine, prompts, 4)  # compiles kernels for steps of every composition
+        # Until all have begun and some have ended: kernels and graphs of every batch size.
+        run_all(engine, prompts, WARM_UP)
         result[f"{word} tokens/s"] = rate = 128 * 500 / run_all(engine, prompts, 500)
         info(f"throughput, {word}: {rate:,.0f} tokens/s")
         del engine
         torch.cuda.empty_cache()
     if not args.skip_transformers:
-        result["transformers tokens/s"] = theirs = transformers_throughput(loaded, prompts)
+        with torch.inference_mode(False):
+            theirs = transformers_throughput(args.layers, prompts)
+        result["transformers tokens/s"] = theirs
         for word in FORMATS:
             result[f"{word} over transformers"] = result[f"{word} tokens/s"] / theirs
     return result
 
 
-def transformers_throughput(loaded: LoadedModel, prompts: list[list[int]]) -> float:
+def transformers_throughput(layers: int, prompts: list[list[int]]) -> float:
+    """Continuous batching of transformers' own, with a model like ours as it comes."""
+    from llama_shape import make_model
     from transformers import GenerationConfig
 
-    from fp8calib.attention import attention_configs
+    model = make_model(layers)
+    model.set_attn_implementation("paged|sdpa")
+    settings = GenerationConfig(do_sample=False, eos_token_id=-1)
 
-    model = loaded.model
-    for config in attention_configs(model):
-        config._attn_implementation_internal = "sdpa"
-    settings = GenerationConfig(do_sample=False, max_new_tokens=500, eos_token_id=-1)
-
-    def generate(some: list[list[int]], tokens: int) -> int:
-        outputs = model.generate_batch(some, generation_config=settings, max_new_tokens=tokens)
+    def generate(tokens: int) -> int:
+        outputs = model.generate_batch(
+            prompts, generation_config=settings, max_new_tokens=tokens, progress_bar=False
+        )
         return sum(len(output.generated_tokens) for output in outputs.values())
 
-    model.set_attn_implementation("paged|sdpa")
-    generate(prompts, 4)
+    generate(WARM_UP)
     start = time.perf_counter()
-    count = generate(prompts, 500)
-    return count / (time.perf_counter() - start)
+    count = generate(500)
+    seconds = time.perf_counter() - start
+    assert count == 500 * len(prompts), f"transformers generated {count} tokens"
+    return count / seconds
 
 
 def capacity(loaded: LoadedModel, args: argparse.Namespace) -> dict[str, float]:
