@@ -1,7 +1,7 @@
 """`--engine vllm`: which command vLLM gets, with an executable that only writes down its arguments.
 
 Beside the executable lies a Python whose `vllm` module is a stand-in too, since `run` uses vLLM's
-offline API. What vLLM itself makes of the flags is in test_vllm.py.
+offline API. The tests at the end do the same with vLLM itself.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 from made_scales import calibrated, rewritten
 
@@ -258,26 +263,87 @@ def test_options_of_the_other_engine_are_refused(
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
 
-@pytest.mark.vllm
-def test_run_on_vllm_itself(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its parser takes our flags, its offline API our request; skip layers reach its cache."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    executable = PYTHON.with_name("vllm")
-    demo = "demo:smollm2-135m-instruct"
+@pytest.fixture(scope="module")
+def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vllm") / "out"
     calibrate(
-        demo,
-        tmp_path / "out",
+        "demo:smollm2-135m-instruct",
+        folder,
         dataset="builtin:pydoc",
         samples=8,
         max_seq_len=128,
         kv_cache_dtype_skip_layers=["0"],
     )
+    return folder
+
+
+@pytest.mark.vllm
+def test_run_on_vllm_itself(
+    demo_checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parser takes our flags, its offline API our request; skip layers reach its cache."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     args = ["-p", "The capital of France is", "--max-tokens", 8, "--max-model-len", 128]
-    engine = ["--engine", "vllm", "--vllm", executable, "--json"]
-    code, out, err = call(capfd, "run", tmp_path / "out", *args, *engine, "--", "--enforce-eager")
+    engine = ["--engine", "vllm", "--vllm", PYTHON.with_name("vllm"), "--json"]
+    code, out, err = call(capfd, "run", demo_checkpoint, *args, *engine, "--", "--enforce-eager")
     assert code == 0, err[-3000:]
     (output,) = json.loads(out)["outputs"]
     assert "Paris" in output["text"] and len(output["token_ids"]) == 8
     assert re.search(r"kv_cache_dtype_skip_layers\W+0", err)
+
+
+@pytest.fixture
+def named_vllm(tmp_path: Path) -> dict[str, str]:
+    """The environment in which vLLM's own command starts. It asks for the version of a package
+    called vllm, and its build for CPUs is called vllm-cpu."""
+    ask = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    done = subprocess.run([PYTHON, "-c", ask], capture_output=True, text=True, check=False)
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
+    if done.returncode == 0:
+        version = f"{done.stdout.strip()}+cpu"
+        metadata = tmp_path / f"vllm-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        variables["PYTHONPATH"] = str(tmp_path)
+    return variables
+
+
+@pytest.mark.vllm
+def test_serve_on_vllm_itself(
+    demo_checkpoint: Path, named_vllm: dict[str, str], tmp_path: Path
+) -> None:
+    """OpenAI's client talks with what this command has become; the key is asked for."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "fp8calib", "serve", str(demo_checkpoint), "--engine", "vllm"]
+    command += ["--vllm", str(PYTHON.with_name("vllm")), "--port", str(port)]
+    command += ["--served-model-name", "demo", "--max-model-len", "128", "--", "--enforce-eager"]
+    variables = os.environ | named_vllm | {"FP8CALIB_API_KEY": "secret"}
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=file, env=variables)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while not is_up(url):
+            assert server.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.5)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as client:
+            assert [model.id for model in client.models.list()] == ["demo"]
+            asked: Any = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 8}
+            whole = client.completions.create(temperature=0, **asked)
+            assert "Paris" in whole.choices[0].text
+            stream = client.completions.create(temperature=0, stream=True, **asked)
+            assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+            with pytest.raises(openai.AuthenticationError):
+                client.with_options(api_key="other").models.list()
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert re.search(r"kv_cache_dtype_skip_layers\W+0", log.read_text())
+
+
+def is_up(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health").status_code == 200
+    return False
