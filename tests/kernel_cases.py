@@ -3,14 +3,32 @@ CUDA device if there is one, else in Triton's interpreter."""
 
 import os
 from dataclasses import dataclass, field
+from importlib.metadata import version
 
 import fp8_paged_attention as fpa
 import torch
 from fp8_paged_attention import reference
 
+
+def mend_scalars():
+    """Let Triton 3.6's interpreter count with scalars of the device: it converts arrays of one
+    element by int(), which numpy 2.4 refuses. Triton 3.7 does the same as this."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # read when the kernels are imported, which the package does at first use
     os.environ["TRITON_INTERPRET"] = "1"
+    if version("triton").startswith("3.6."):
+        mend_scalars()
 
 # Triton's decode on a GPU: plain, explicit for Hopper, and as on a GPU without FP8.
 DECODE_KERNELS = ["plain"] if DEVICE == "cpu" else ["plain", "gluon", "without_fp8"]

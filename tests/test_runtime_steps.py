@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from greedy import by_engine
+from kernel_cases import DEVICE
 
 from fp8calib.runtime.compiled_layers import compile_layers
 from fp8calib.runtime.config import EngineConfig
@@ -219,12 +220,12 @@ def test_compiled_layers_give_the_same_tokens(kind: str, tiny: Tiny) -> None:
 
 
 def test_triton_kernels_equal_the_torch_backend(tiny: Tiny) -> None:
-    """A prompt, then single tokens by a shared plan, on FP8 pages in Triton's interpreter."""
-    loaded = load(str(tiny("llama", num_hidden_layers=1)))
+    """A prompt, then single tokens by a shared plan, on FP8 pages where Triton kernels run."""
+    loaded = load(str(tiny("llama", num_hidden_layers=1)), device=DEVICE)
     fmt = KVFormat.fp8(loaded.layers, torch.float32)
 
     def logits(backend: str) -> torch.Tensor:
-        store = KVStore(loaded.layers, fmt, [4], 16)
+        store = KVStore(loaded.layers, fmt, [4], 16, DEVICE)
         store.layers = {i: replace(c, backend=backend) for i, c in store.layers.items()}
         runner = ModelRunner(loaded.model, store)
         rows = [runner.forward([Chunk(list(range(5, 30)), 0, [[2, 0]], 25)]).clone()]
