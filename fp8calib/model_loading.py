@@ -21,33 +21,24 @@ from transformers.utils import logging
 
 from fp8calib import dequantized
 from fp8calib.console import stderr
+from fp8calib.devices import check_device, check_device_map, check_dtype
 from fp8calib.errors import ModelError, UserError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def resolve_device(name: str) -> torch.device:
     """`auto` is the first GPU if there is one, else the CPU. Raises UserError for one not there."""
+    check_device(name)
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device {name!r} is not supported: use auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
-    return device
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def resolve_dtype(name: str) -> torch.dtype | str:
-    if name == "auto":
-        return name
-    if name not in DTYPES:
-        raise UserError(f"unknown dtype {name!r}: use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    """`auto` stays that word. Raises UserError for an unknown one."""
+    check_dtype(name)
+    return name if name == "auto" else getattr(torch, name)
 
 
 def load_config(source: Path, trust_remote_code: bool = False) -> Any:
@@ -81,11 +72,10 @@ def load_model(
 
     Raises:
         ModelError: transformers cannot load it, or it needs code of its own and may not run it.
-        UserError: an unknown device or dtype.
+        UserError: an unknown device, device map or dtype.
     """
     where, kind = resolve_device(device), resolve_dtype(dtype)
-    if device_map not in (None, "auto", "stream"):
-        raise UserError(f"unknown device map {device_map!r}: use auto or stream")
+    check_device_map(device_map)
     if not stderr.is_terminal:
         logging.disable_progress_bar()
     placed: dict[str, Any] = {"device_map": {"": where}} if where.type == "cuda" else {}

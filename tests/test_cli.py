@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from fp8calib import calibrate, verify
 from fp8calib.cli import main
+from fp8calib.errors import UserError
 
 
 def run(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -85,8 +87,6 @@ def test_json_is_all_there_is_on_stdout(
         (["calibrate", "/no/such/model"], "no such folder"),
         (["calibrate", "MODEL", "--strategy", "channel"], "'tensor' or 'attn_head'"),
         (["calibrate", "MODEL", "--dataset", "/no/such.jsonl"], "/no/such.jsonl"),
-        (["calibrate", "MODEL", "--dataset", "TEXTS", "--device", "tpu"], "unknown device 'tpu'"),
-        (["calibrate", "MODEL", "--dataset", "TEXTS", "--dtype", "int4"], "unknown dtype 'int4'"),
         (
             ["calibrate", "MODEL", "--dataset", "TEXTS", "--skip-layers", "9"],
             "no attention layer 9",
@@ -118,6 +118,34 @@ def test_mistakes_get_one_line_and_exit_code_2(
     last = err.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", ["calibrate", "verify", "sensitivity", "run", "chat", "serve"])
+def test_a_device_that_is_none_is_told_before_anything_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("fp8calib.models.resolve_model", None)  # which may fetch for hours
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    cases = [
+        (["--device", "tpu"], "unknown device 'tpu': use auto, cpu, cuda or cuda:N"),
+        (["--device", "cuda:01"], "unknown device 'cuda:01': use auto, cpu, cuda or cuda:N"),
+        (["--device", "cuda:1"], "device 'cuda:1': torch sees 1 CUDA devices"),
+        (["--dtype", "int4"], "unknown dtype 'int4': use auto, bfloat16, float16, float32"),
+    ]
+    if command == "calibrate":
+        cases += [(["--device-map", "all"], "unknown device map 'all': use auto or stream")]
+    for option, message in cases:
+        code, out, err = call(capsys, command, "somebody/model", *option)
+        assert (code, out, err) == (2, "", f"error: {message}\n")
+
+
+def test_a_device_that_is_none_is_told_before_anything_else_in_python() -> None:
+    for option in ({"device": "tpu"}, {"dtype": "int4"}, {"device_map": "all"}):
+        with pytest.raises(UserError, match="unknown d"):
+            calibrate("somebody/model", **option)
+        if "device_map" not in option:
+            with pytest.raises(UserError, match="unknown d"):
+                verify("somebody/model", **option)
 
 
 @pytest.mark.parametrize(

@@ -459,6 +459,7 @@ def test_report_files(
         (["--engine", "sglang"], "unknown --engine 'sglang'"),
         (["--python", "python3"], "--python is for --engine vllm"),
         (["--engine", "vllm", "--generation", "9"], "--generation is for --engine fp8calib"),
+        (["--engine", "vllm", "--device", "cpu"], "--device is for --engine fp8calib"),
         (["--variants", "fp8", "--kv-cache-dtype", "fp8"], "exclude each other"),
     ],
 )

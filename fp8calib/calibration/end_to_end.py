@@ -25,6 +25,7 @@ from fp8calib.checkpoint import (
     write_checkpoint,
 )
 from fp8calib.checkpoint.folder import check_room, scratch
+from fp8calib.devices import check_device, check_device_map, check_dtype
 from fp8calib.errors import UserError
 from fp8calib.layers import resolve_skip_layers
 from fp8calib.models import resolve_model
@@ -87,6 +88,9 @@ def calibrate(
         UserError: anything in the model, the data or the options that stands in the way; nothing
             has been written then.
     """
+    check_device(device)
+    check_device_map(device_map)
+    check_dtype(dtype)
     if auto and (given := {"strategy", "kv_cache_dtype_skip_layers"} & options.keys()):
         raise UserError(f"auto chooses the {min(given)}: leave it out")
     recipe = (recipe or Recipe()).with_options(**options)

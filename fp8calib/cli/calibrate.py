@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp8calib.cli import app, options
+from fp8calib.devices import check_device_map
 
 if TYPE_CHECKING:
     from fp8calib.calibration import CalibrationResult
@@ -44,6 +45,7 @@ def calibrate(
         str | None,
         typer.Option(
             metavar="auto|stream",
+            callback=options.checked(check_device_map),
             help="For models larger than one device. auto: spread over all GPUs, then memory. "
             "stream: one layer at a time, read from disk for every batch.",
         ),

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+
+from fp8calib.devices import check_device, check_dtype
+
+
+def checked(check: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """A callback for an option whose value is checked before its command starts."""
+
+    def callback(value: Any) -> Any:
+        check(value)
+        return value
+
+    return callback
+
 
 Model = Annotated[
     str,
@@ -108,10 +122,21 @@ RecipeName = Annotated[
     ),
 ]
 Device = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")
+    str,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        callback=checked(check_device),
+        help="auto, cpu, cuda or cuda:N.",
+    ),
 ]
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="Of weights: auto, bfloat16, float16 or float32.")
+    str,
+    typer.Option(
+        "--dtype",
+        callback=checked(check_dtype),
+        help="Of weights: auto, bfloat16, float16 or float32.",
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool,

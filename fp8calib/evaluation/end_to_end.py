@@ -16,6 +16,7 @@ import torch
 from fp8calib import __version__
 from fp8calib.checkpoint import open_checkpoint
 from fp8calib.data import TokenData
+from fp8calib.devices import check_device, check_dtype
 from fp8calib.errors import DataError, UserError
 from fp8calib.evaluation.attention_errors import LayerError, layer_errors
 from fp8calib.evaluation.checks import Checks
@@ -86,6 +87,8 @@ class VerifyConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        check_device(self.device)
+        check_dtype(self.dtype)
         check_words(self.kv_cache_dtype, self.attention or "accurate", self.missing_scales)
         if self.variants is not None:
             parse_columns(self.variants)

@@ -84,6 +84,8 @@ def verify_with_vllm(
     for name in _OURS:
         if options.get(name):
             raise UserError(f"--{name} is for --engine fp8calib, and this is vllm")
+    if options.get("device", "auto") != "auto":
+        raise UserError("--device is for --engine fp8calib, and vLLM chooses its own")
     config = VerifyConfig(**options)
     folder = resolve_model(model)
     checkpoint = open_checkpoint(folder)
