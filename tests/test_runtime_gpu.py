@@ -13,11 +13,11 @@ import torch
 from made_scales import calibrated, rewritten
 
 from fp8calib.checkpoint import read_scales
-from fp8calib.runtime.compiled_layers import compile_layers
 from fp8calib.runtime.config import EngineConfig
 from fp8calib.runtime.engine import Engine
 from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.loader import LoadedModel, load
+from fp8calib.runtime.merged_projections import MergedLinear
 from fp8calib.runtime.request import Request
 from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.runtime.scoring import score
@@ -154,19 +154,28 @@ def test_c20_captured_graphs_see_new_scales(tiny: Tiny, tmp_path: Path) -> None:
     assert tokens(after) == expected != tokens(before)
 
 
-def test_compiled_layers_are_as_near_to_float32_as_plain_ones(tiny: Tiny) -> None:
-    folder = str(tiny("llama", **SHAPE))
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_compiled_layers_are_as_near_to_float32_as_plain_ones(kind: str, tiny: Tiny) -> None:
+    """Their projections merged; many tokens at a time, and one, which is code of its own."""
+    folder = str(tiny(kind, **SHAPE))
     plain, compiled, exact = (
         load(folder, device="cuda", dtype=dtype) for dtype in ("auto", "auto", "float32")
     )
-    compile_layers(compiled.model, compiled.layers)
+    engine, _ = run(compiled, compile_layers=True)
+    graphs = engine.executor.runner.graphs
+    assert graphs is not None and graphs.failure is None and graphs.captured
+    assert sum(isinstance(module, MergedLinear) for module in compiled.model.modules()) == 10
     rows = [list(range(10, 10 + length)) for length in (5, 17, 40, 1, 90)]
 
-    def logits(loaded: LoadedModel) -> torch.Tensor:
+    def logits(loaded: LoadedModel, tokens: int) -> torch.Tensor:
         fmt = KVFormat(loaded.model.dtype)
-        scored = score(loaded.model, loaded.layers, fmt, rows, max_batched_tokens=64)
+        scored = score(loaded.model, loaded.layers, fmt, rows, max_batched_tokens=tokens)
         return torch.cat([one.logits.float() for one in scored])
 
-    expected = logits(exact)
-    errors = [float((logits(x) - expected).norm() / expected.norm()) for x in (plain, compiled)]
-    assert 0 < errors[1] < 1.3 * errors[0], errors
+    for tokens in (64, 1):
+        expected = logits(exact, tokens)
+        errors = [
+            float((logits(loaded, tokens) - expected).norm() / expected.norm())
+            for loaded in (plain, compiled)
+        ]
+        assert 0 < errors[1] < 1.3 * errors[0], (tokens, errors)

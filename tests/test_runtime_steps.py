@@ -21,6 +21,7 @@ from fp8calib.runtime.engine import Engine
 from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import KVStore, cache_groups
 from fp8calib.runtime.loader import LoadedModel, load
+from fp8calib.runtime.merged_projections import MergedLinear
 from fp8calib.runtime.model_runner import Chunk, ModelRunner
 from fp8calib.runtime.request import Request
 from fp8calib.runtime.sampling_params import SamplingParams
@@ -205,9 +206,9 @@ def test_buffers_take_turns() -> None:
     assert len(buffers.next(1000)) == 1000
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3_text", "qwen3_moe"])
 def test_compiled_layers_give_the_same_tokens(kind: str, tiny: Tiny) -> None:
-    """As torch.compile traces them, without its code generator."""
+    """As torch.compile traces them, with merged projections and without its code generator."""
     folder = str(tiny(kind, tie_word_embeddings=False))
     compiled = load(folder)
     compile_layers(compiled.model, compiled.layers, backend="eager")
@@ -215,6 +216,7 @@ def test_compiled_layers_give_the_same_tokens(kind: str, tiny: Tiny) -> None:
     counted = torch._dynamo.utils.counters["frames"]
     counted.clear()
     assert by_engine(compiled, prompts, 6) == by_engine(load(folder), prompts, 6)
+    assert any(isinstance(module, MergedLinear) for module in compiled.model.modules())
     assert counted["ok"] > 0
     assert not torch._dynamo.utils.counters["graph_break"]
 

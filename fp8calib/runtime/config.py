@@ -29,7 +29,8 @@ class EngineConfig:
         a GPU.
     enforce_eager: no CUDA graphs. max_cudagraph_capture_size: sequences of the largest decode step
         that is captured as one.
-    compile_layers: compile each decoder layer with torch.compile.
+    compile_layers: compile each decoder layer with torch.compile, projections of the same input
+        merged.
     max_logprobs: the most log probabilities that a request may ask for at each token.
 
     Raises:
