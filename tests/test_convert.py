@@ -586,6 +586,58 @@ def test_a_link_that_is_overwritten_stays_a_link(tmp_path: Path) -> None:
     assert equal(read_scale_file(tmp_path / "real.json").scales, read_scales(made))
 
 
+@pytest.mark.parametrize("target", ["json", "sglang"])
+def test_scales_that_are_text_go_to_stdout(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = checkpoint_of(random_set("tensor", query=False), tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    for output in ("-", "x.json"):
+        with pytest.raises(SystemExit) as stop:
+            main(["convert", str(made), "--to", target, "-o", output])
+        shown = capsys.readouterr()
+        assert stop.value.code == 0
+        if output == "-":
+            printed = shown.out
+            assert "wrote to stdout: 2 layers" in shown.err
+    assert printed == (tmp_path / "x.json").read_text()
+    assert {place.name for place in tmp_path.iterdir()} == {"a", "x.json"}
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["convert", "MADE", "--to", "trtllm", "-o", "-"], "scales are no text: name a file"),
+        (["convert", "MADE", "--to", "json", "-o", "-", "--json"], "both write to stdout"),
+        (["convert", "MADE", "--to", "modelopt", "-o", "-"], "is a folder: name one"),
+        (["merge", "SOURCE", "MADE", "-o", "-"], "is a folder: name one"),
+        (["rescale", "MADE", "-o", "-"], "is a folder: name one"),
+        (["calibrate", "SOURCE", "-o", "-"], "is a folder: name one"),
+        (["verify", "MADE", "--report", "-"], "--report -: name a file; the report goes to stdout"),
+        (["verify", "MADE", "--junit", "-"], "--junit -: name a file"),
+        (["sensitivity", "MADE", "--report", "-"], "--report -: name a file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_no_other_output_goes_to_stdout(
+    command: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = checkpoint_of(random_set("tensor"), tmp_path / "a")
+    places = {"MADE": str(made), "SOURCE": str(tmp_path / "a" / "source")}
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(SystemExit) as stop:
+        main([places.get(word, word) for word in command])
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert not list((tmp_path / "here").iterdir())
+
+
 @pytest.mark.parametrize(("target", "name"), [("trtllm", "x.json"), ("json", "x.safetensors")])
 def test_a_name_that_would_not_be_read_back_is_refused(
     target: str, name: str, tmp_path: Path

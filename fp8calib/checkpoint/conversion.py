@@ -13,7 +13,7 @@ from typing import Any
 from fp8calib.checkpoint import names
 from fp8calib.checkpoint.config import text_config
 from fp8calib.checkpoint.findings import uncalibrated
-from fp8calib.checkpoint.folder import check_file, check_output, write_file
+from fp8calib.checkpoint.folder import STDOUT, check_file, check_output, write_file
 from fp8calib.checkpoint.formats import (
     Format,
     ScaleFile,
@@ -76,7 +76,8 @@ def convert(
     Args:
         source: a checkpoint (folder, Hub id, embedded model) or a file of scales in any format.
         to: a name in `fp8calib.checkpoint.formats.FORMATS`.
-        output: the file to make, or the folder where the format is a checkpoint.
+        output: the file to make, ``-`` for standard output, or the folder where the format is a
+            checkpoint.
         collapse_heads: ``max`` makes one scale of a layer's per-head ones.
         tp: ranks that an sglang file is for.
         link: hard-link the weights instead of copying them.
@@ -193,6 +194,10 @@ def _check_target(target: Format, output: Path, tp: int, overwrite: bool) -> Non
         check_output(output, overwrite)
     elif {output.suffix, target.suffix} == {".json", ".safetensors"}:  # it would not be read back
         raise ScaleError(f"{output}: {target.name} scales go into a file named {target.suffix}")
+    elif output == STDOUT and target.suffix != ".json":
+        raise ScaleError(
+            f"the output - is stdout, and {target.name} scales are no text: name a file"
+        )
     else:
         check_file(output, overwrite)
 

@@ -16,6 +16,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from typing import IO
 from fp8calib.errors import CheckpointError
 
 SIDECAR = "fp8calib.json"
+STDOUT = Path("-")  # as an output file; a folder cannot go there
 _FICLONE = 0x40049409  # linux/fs.h: share the blocks of another file (btrfs, xfs, ...)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h, for renameat2
 
@@ -41,6 +43,10 @@ def check_output(output: Path | str, overwrite: bool, source: Path | str | None 
     Raises:
         CheckpointError: one line saying what is in the way.
     """
+    if Path(output) == STDOUT:
+        raise CheckpointError(
+            "the output - is stdout, and a checkpoint is a folder: name one with -o"
+        )
     output = Path(output).resolve()
     try:
         str(output).encode()
@@ -138,6 +144,8 @@ def scratch(output: Path) -> Iterator[Path]:
 
 def check_file(output: Path, overwrite: bool) -> None:
     """Refuse an output file that could not be written; raises CheckpointError."""
+    if output == STDOUT:
+        return
     try:
         there = output.is_symlink() or output.exists()
         parent = next(place for place in output.absolute().parents if place.exists())
@@ -151,9 +159,13 @@ def check_file(output: Path, overwrite: bool) -> None:
 
 
 def write_file(output: Path, content: bytes, overwrite: bool) -> None:
-    """Write a single file, whole or not at all; raises CheckpointError. A link stays, and what it
-    points to is replaced: never the link itself, which may be /dev/stdout."""
+    """Write a single file, whole or not at all, or to standard output; raises CheckpointError. A
+    link stays, and what it points to is replaced: never the link itself, which may be /dev/stdout.
+    """
     check_file(output, overwrite)
+    if output == STDOUT:
+        sys.stdout.buffer.write(content)
+        return
     output = output.resolve()
     unfinished = _sibling(output, "tmp")
     try:

@@ -24,6 +24,7 @@ CollapseHeads = Annotated[
 
 @app.command(
     epilog="Examples: fp8calib convert ./model-fp8-kv --to json -o scales.json; "
+    "fp8calib convert ./model-fp8-kv --to json -o - | jq .strategy; "
     "fp8calib convert ./model-fp8-kv --to sglang --tp 2 --collapse-heads max -o kv.json; "
     "fp8calib convert ./per-head --to compressed-tensors --collapse-heads max -o ./per-tensor"
 )
@@ -41,7 +42,10 @@ def convert(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="File to make; of checkpoints, the folder.")
+        Path,
+        typer.Option(
+            "-o", "--output", help="File to make, - for stdout; of checkpoints, the folder."
+        ),
     ],
     collapse_heads: CollapseHeads = None,
     tp: Annotated[
@@ -55,10 +59,13 @@ def convert(
 ) -> None:
     """Write a checkpoint's scales in another form: read, checked, and what is lost is said."""
     from fp8calib.checkpoint.conversion import convert as run
+    from fp8calib.checkpoint.folder import STDOUT
     from fp8calib.checkpoint.formats import format_named
     from fp8calib.checkpoint.hub import check_push, push
     from fp8calib.errors import UserError
 
+    if json and output == STDOUT:
+        raise UserError("-o - and --json both write to stdout: leave one of them out")
     if push_to_hub and not format_named(to).with_weights:
         raise UserError(f"--push-to-hub is for checkpoints, and {to} is a file of scales")
     check_push(push_to_hub, private)
@@ -77,6 +84,7 @@ def convert(
 
 def show(result: Conversion, json: bool, url: str | None = None) -> None:
     from fp8calib import console
+    from fp8calib.checkpoint.folder import STDOUT
 
     if json:
         console.print_json(result.to_dict() | ({"url": url} if url else {}))
@@ -85,7 +93,8 @@ def show(result: Conversion, json: bool, url: str | None = None) -> None:
         console.warn(f"lost: {line}")
     for note in result.notes:
         console.info(note)
-    console.info(f"wrote {result.output}: {result.layers} layers, {result.strategy} scales")
+    where = "to stdout" if result.output == STDOUT else result.output
+    console.info(f"wrote {where}: {result.layers} layers, {result.strategy} scales")
     if url:
         console.info(f"pushed to {url}")
     if result.serve:

@@ -27,6 +27,8 @@ def check_file(option: str, name: str, suffixes: tuple[str, ...], overwrite: boo
         UserError: it has another ending than `suffixes`, exists, or has no folder to be in.
     """
     path = Path(name).expanduser()
+    if name == "-":
+        raise UserError(f"{option} -: name a file; the report goes to stdout with --json")
     if path.suffix not in suffixes:
         raise UserError(f"{option} {name}: the name must end in {' or '.join(suffixes)}")
     if path.is_dir() or (path.exists() and not overwrite):
