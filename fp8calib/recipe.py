@@ -126,8 +126,9 @@ class Recipe(_Section):
         return self._with("gates", options)
 
     def _with(self, section: str, options: dict[str, Any]) -> Recipe:
-        content = self.model_dump()
-        content[section] |= {name: value for name, value in options.items() if value is not None}
+        content = self.model_dump(exclude_unset=True)  # what nobody has set stays so
+        own = {name: value for name, value in options.items() if value is not None}
+        content[section] = content.get(section, {}) | own
         return parse_content(content, "options")
 
     def to_yaml(self) -> str:

@@ -111,6 +111,18 @@ def test_its_own_choices_cannot_be_given(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_strategy_of_the_recipe_is_not_used_silently(
+    tiny: Tiny, texts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "mine.yaml"
+    args = [str(tiny()), "--dataset", texts, "--dry-run", "--samples", "4", "--recipe", str(recipe)]
+    said = "--auto chooses the strategy: attn_head, the recipe's, is not used"
+    for content, expected in (("strategy: attn_head", True), ("samples: 8", False)):
+        recipe.write_text(f"calibration:\n  {content}\n")
+        code, _, err = auto(capsys, *args)
+        assert code == 0 and (said in err) == expected and ("is not used" in err) == expected
+
+
 def test_text_that_predicts_nothing_is_refused(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,6 +113,9 @@ def calibrate(
         if auto:
             _check_auto(recipe, how, mine)
         plan, source = _prepare(str(model), output, recipe, how, mine)
+        if auto and "strategy" in recipe.calibration.model_fields_set:
+            unused = recipe.calibration.strategy
+            console.info(f"--auto chooses the strategy: {unused}, the recipe's, is not used")
         if dry_run:
             return replace(plan, output=None)
         if recipe.llmcompressor is None:
