@@ -40,7 +40,7 @@ def merge(loaded: LoadedModel) -> None:
         ("qwen2", 10),  # with biases
         ("qwen3", 10),  # norms of Q and K
         ("gemma2", 10),
-        ("gemma3n_text", 14),  # two layers of four take K and V from others
+        ("gemma3n_text", 14),  # two layers of four have no K and V of their own
         ("qwen3_moe", 6),  # experts are no linears
         ("olmo2", 10),
         ("phi3", 0),  # comes merged

@@ -64,8 +64,7 @@ def merge_projections(model: nn.Module, layers: Iterable[LayerSpec]) -> None:
     `layers`. Whatever is not plain (quantized, hooked, of another kind) is left as it is."""
     modules = dict(model.named_modules())
     for layer in layers:
-        if layer.kv_source is None:
-            _merge(modules[layer.name], ATTENTION)
+        _merge(modules[layer.name], ATTENTION)
         for module in modules[layer.name.rpartition(".")[0]].modules():
             _merge(module, MLP)
 
