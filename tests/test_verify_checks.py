@@ -315,6 +315,7 @@ def test_answers_are_scored_as_a_plain_forward_pass_does(
     result = verify(str(model), gates=NO_GATES, **options)
     test = result.needle
     assert test is not None and test.lengths == [640] and len(test.variants[0].grid) == 5
+    assert not any("repeats" in warning for warning in result.warnings)
     tokenizer = AutoTokenizer.from_pretrained(model)
     plain = AutoModelForCausalLM.from_pretrained(model)
     data = load_data(tokenizer, texts, samples=32, max_seq_len=512)
@@ -332,7 +333,10 @@ def test_answers_are_scored_as_a_plain_forward_pass_does(
     assert test.variants[1].logprob_change.value != 0
     # a model that finds nothing proves nothing
     assert test.variants[1].kept is None
-    judged = {g.gate: g for g in verify(str(model), **options).gates}
+    longer = verify(str(model), **options | {"needle_lengths": [640, 1000]})
+    said = [warning for warning in longer.warnings if "repeats in questions of 1000" in warning]
+    assert len(said) == 1 and said[0] in longer.to_dict()["warnings"]
+    judged = {g.gate: g for g in longer.gates}
     assert not judged["min_needle"].passed and not judged["min_needle"].conclusive
 
 

@@ -48,15 +48,17 @@ class Checks:
                 f"this model can do {most}"
             )
         self._questions = list[needle.Question]()
+        self.warnings: list[str] = []
         if lengths is not None:
-            tokenizer = runs[0].loaded.tokenizer
+            tokenizer, haystack = runs[0].loaded.tokenizer, more_text(max(lengths))
             self._questions = needle.make_questions(
                 lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
-                more_text(max(lengths)),
+                haystack,
                 lengths,
                 trials,
                 seed,
             )
+            self.warnings = needle.repeated_text(self._questions, haystack)
         self._outputs: generation.Outputs = {}
         self._scores: needle.Scores = {}
         self._task_outputs: tasks.TaskOutputs = {}

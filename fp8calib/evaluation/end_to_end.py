@@ -291,7 +291,7 @@ def _report(
         layers=layer_table(loaded.layers, record, errors, plan.runs[-1].variant.kv_format.scales),
         layer_errors={key: each for key, each in errors.items() if key in failed},
         sensitivity=recorded_search(record),
-        warnings=plan.warnings + suspicious(results, len(data.rows)),
+        warnings=plan.warnings + checks.warnings + suspicious(results, len(data.rows)),
         versions={"fp8calib": __version__}
         | {name: version(name) for name in ("torch", "transformers")},
         device=str(loaded.model.device),

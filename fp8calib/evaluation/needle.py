@@ -36,12 +36,14 @@ Tokenize = Callable[[str], list[int]]
 @dataclass(frozen=True)
 class Question:
     """One text that asks for needles: `answers` are (start, end) of each answer in `tokens`, whose
-    needles lie at `depths`, shares of the text before them."""
+    needles lie at `depths`, shares of the text before them; `filler` counts the tokens of real
+    text."""
 
     length: int
     depths: tuple[float, ...]
     tokens: list[int]
     answers: tuple[tuple[int, int], ...]
+    filler: int
 
 
 # By variant, for each question done, for each answer: whether it is found, its log-probability.
@@ -127,6 +129,18 @@ def make_questions(
     ]
 
 
+def repeated_text(questions: Sequence[Question], haystack: Sequence[int]) -> list[str]:
+    """A warning where questions are longer than the text they are made of."""
+    lengths = sorted({each.length for each in questions if each.filler > len(haystack)})
+    if not lengths:
+        return []
+    return [
+        f"needles: the text has {len(haystack):,} tokens, so it repeats in questions of "
+        f"{', '.join(map(str, lengths))} tokens; a larger --dataset or shorter --needle-lengths "
+        "show what real text does"
+    ]
+
+
 def _spread(count: int) -> tuple[float, ...]:
     return tuple((number + 0.5) / count for number in range(count))
 
@@ -161,7 +175,7 @@ def _question(
         before = place
     tokens += text[before:]
     spans = [(len(tokens) + a, len(tokens) + b) for _, (a, b) in sorted(answers.items())]
-    return Question(length, depths, [*tokens, *ending], tuple(spans))
+    return Question(length, depths, [*tokens, *ending], tuple(spans), room)
 
 
 def _number(rng: random.Random) -> int:

@@ -76,7 +76,7 @@ def load_text(
 def long_text(tokenizer: Any, data: TokenData, config: VerifyConfig, tokens: int) -> list[int]:
     """The documents one after the other, with more of the dataset where they are fewer than
     `tokens`; still fewer where it has no more."""
-    if data.num_tokens < tokens:
+    while data.num_tokens < tokens:
         mean = max(1, data.num_tokens // len(data.rows))
         data = load_data(
             tokenizer,
@@ -88,6 +88,8 @@ def long_text(tokenizer: Any, data: TokenData, config: VerifyConfig, tokens: int
             text_column=config.text_column,
             messages_column=config.messages_column,
         )
+        if len(data.rows) < data.requested:  # there are no more
+            break
     return [token for row in data.rows for token in row]
 
 
