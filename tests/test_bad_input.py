@@ -266,6 +266,8 @@ def test_numbers_are_shown_where_their_report_cannot_be_written(
         (["convert", "--to", "json", "-o", "out", "--private"], "--private is for --push-to-hub"),
         (["verify", "--variants", "fp8,"], "--variants has an empty name between its commas"),
         (["inspect", "--live", "--python", "/bin/true"], "there is no vLLM in /bin/true"),
+        (["inspect", "--live", "--tp", "2"], "--live runs vLLM on one device, and this is --tp 2"),
+        (["inspect", "--python", "/bin/true"], "--python is for --live"),
     ],
     ids=lambda words: words[-1] if isinstance(words, list) else "",
 )

@@ -55,6 +55,10 @@ def inspect(
 
     if live and runtime != "vllm":
         raise UserError(f"--live is for vLLM, and this is --runtime {runtime}")
+    if live and tp > 1:
+        raise UserError(f"--live runs vLLM on one device, and this is --tp {tp}: leave one out")
+    if python is not None and not live:
+        raise UserError("--python is for --live")
     found = run(checkpoint, runtime, tp)
     seen = None
     if live:
