@@ -16,6 +16,7 @@ from fake_checkpoints import equal, write_source
 from test_convert import random_set
 
 from fp8calib.checkpoint import inspect, read_scales
+from fp8calib.checkpoint.amend import amend
 from fp8calib.checkpoint.conversion import merge
 from fp8calib.checkpoint.formats import ScaleFile, own_json
 from fp8calib.checkpoint.hub import check_push, push
@@ -149,6 +150,36 @@ def test_the_card_carries_the_licence_and_the_commands(tmp_path: Path) -> None:
     assert "vllm serve me/model-fp8-kv\n" in card
     assert "python -m sglang.launch_server --model-path me/model-fp8-kv\n" in card
     assert str(tmp_path) not in card
+
+
+def test_an_amended_card_keeps_what_it_declares(tmp_path: Path) -> None:
+    """Its name on the Hub, and what its owner has added, in a folder of whatever name."""
+    folder = made(tmp_path / "a", name="me/model-fp8-kv")
+    card = folder / "README.md"
+    before = card.read_text()
+    amend(folder, note=1)
+    assert card.read_text() == before
+    added = before.replace("---\n", "---\nthumbnail: x.png\nbase_model: us/model\n", 1)
+    added += "\n## Licence\n\nAsk me.\n\n## Thanks\n\nto you.\n"
+    card.write_text(added)
+    amend(folder, skip_layers=["0"])
+    amended = card.read_text()
+    front, body = yaml.safe_load(amended.split("---\n")[1]), amended.split("---\n", 2)[2]
+    assert front == yaml.safe_load(added.split("---\n")[1])
+    assert body.startswith("\n# me/model-fp8-kv\n\nus/model with calibrated scales")
+    assert "vllm serve me/model-fp8-kv --kv-cache-dtype-skip-layers 0\n" in body
+    assert body.endswith("\n## Licence\n\nAsk me.\n\n## Thanks\n\nto you.\n")
+    amend(folder, skip_layers=[])
+    amend(folder, skip_layers=["0"])
+    assert card.read_text() == amended  # nothing piles up
+
+
+def test_a_card_that_is_gone_is_made_anew(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a")
+    (folder / "README.md").unlink()
+    amend(folder, note=1)
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "vllm serve made\n" in card
 
 
 def test_it_comes_back_from_the_hub_and_from_the_cache(

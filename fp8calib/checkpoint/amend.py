@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8calib.checkpoint.card import model_card
+from fp8calib.checkpoint.card import amended_card
 from fp8calib.checkpoint.folder import SIDECAR
 from fp8calib.checkpoint.reader import open_checkpoint, read_scales
 from fp8calib.checkpoint.scheme import needed_kv_cache_dtype
@@ -27,7 +27,8 @@ def check_amendable(model: str | Path) -> None:
 
 
 def amend(folder: Path, *, skip_layers: Sequence[str] | None = None, **entries: Any) -> None:
-    """Put `entries` into fp8calib.json and write the model card anew; each file is replaced whole.
+    """Put `entries` into fp8calib.json and bring the model card up to date; each file is replaced
+    whole.
 
     Args:
         skip_layers: in vLLM's form; replaces the recorded list, in the recipe that `rescale`
@@ -49,7 +50,7 @@ def amend(folder: Path, *, skip_layers: Sequence[str] | None = None, **entries: 
             calibration["kv_cache_dtype_skip_layers"] = list(skip_layers)
             sidecar["recipe"] = recipe | {"calibration": calibration}
     dtype = needed_kv_cache_dtype(checkpoint.config)
-    card = model_card(folder, folder.resolve().name, read_scales(folder), sidecar, dtype)
+    card = amended_card(folder, read_scales(folder), sidecar, dtype)
     _replace(folder / SIDECAR, json.dumps(sidecar, indent=2, ensure_ascii=False) + "\n")
     _replace(folder / "README.md", card)
 

@@ -19,6 +19,8 @@ from fp8calib.errors import CheckpointError
 from fp8calib.scales import ScaleSet
 
 _CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_TAGS = ["fp8", "kv-cache", "fp8calib", "vllm"]
+_SECTIONS = ("Calibration", "Accuracy")  # those that are written here
 _MAX_CARD_BYTES = 1_000_000
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -39,14 +41,37 @@ def model_card(
         sidecar: the content of fp8calib.json; every key that the card mentions may be missing.
         kv_cache_dtype: what vLLM must be told for the scales to be used.
     """
-    own = front_matter(source)
-    base = _base_model(str(sidecar.get("model") or ""), own)
+    own, _ = _parts(source)
+    return _card(_declared(own, sidecar), source, name, scales, sidecar, kv_cache_dtype)
+
+
+def amended_card(
+    folder: Path, scales: ScaleSet, sidecar: dict[str, Any], kv_cache_dtype: str = "auto"
+) -> str:
+    """The card of a checkpoint that `model_card` wrote one for, brought up to date. What it
+    declares in front, a name OWNER/NAME, and sections of other headings than ours stay."""
+    own, body = _parts(folder)
+    matter = own or _declared({}, sidecar)
+    title = re.search(r"^# (.*)$", body, re.MULTILINE)
+    name = title[1].strip() if title else ""
+    if not _HUB_ID.fullmatch(name):
+        name = folder.resolve().name
+    sections = re.split(r"^(?=## )", body, flags=re.MULTILINE)[1:]
+    others = [each for each in sections if each.partition("\n")[0][3:].strip() not in _SECTIONS]
+    card = _card(matter, folder, name, scales, sidecar, kv_cache_dtype)
+    return "\n".join([card, "".join(others)]) if others else card
+
+
+def _card(
+    matter: dict[str, Any],
+    source: Path,
+    name: str,
+    scales: ScaleSet,
+    sidecar: dict[str, Any],
+    kv_cache_dtype: str,
+) -> str:
+    original = _base_model("", matter) or _original(source, sidecar)
     skip = [str(word) for word in sidecar.get("skip_layers") or []]
-    matter: dict[str, Any] = {}
-    if base:
-        matter = {"base_model": base, "base_model_relation": "quantized"}
-    matter |= {key: own[key] for key in _CARRIED if _plain(own.get(key))}
-    matter |= {"library_name": "transformers", "tags": ["fp8", "kv-cache", "fp8calib", "vllm"]}
     kinds = "queries, keys and values" if scales.has_query else "keys and values"
     per = "one per layer" if scales.strategy == "tensor" else "one per attention head"
     notes = "\n".join(
@@ -60,7 +85,7 @@ def model_card(
 
 # {name}
 
-{base or _original(source, sidecar)} with calibrated scales for an FP8 (e4m3) KV cache.
+{original} with calibrated scales for an FP8 (e4m3) KV cache.
 There is a scale for {kinds}, {per}. {_weights(sidecar)}
 
 ```sh
@@ -92,16 +117,30 @@ def _sglang(source: Path, name: str, scales: ScaleSet) -> str:
     return f"\nWith {version}:\n\n```sh\n{command}\n```"
 
 
-def front_matter(folder: Path) -> dict[str, Any]:
-    """The YAML between the dashes at the top of a model's README.md; empty when there is none."""
+def _parts(folder: Path) -> tuple[dict[str, Any], str]:
+    """The YAML between the dashes at the top of a model's README.md, empty where there is none or
+    none that can be read, and the text below."""
     try:
         with safe_file(folder, "README.md").open("rb") as card:
             text = card.read(_MAX_CARD_BYTES).decode("utf-8", "replace")
-        _, front, _ = text.split("---\n", 2)
-        matter = yaml.safe_load(front)
-    except (CheckpointError, OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return matter if isinstance(matter, dict) else {}
+    except (CheckpointError, OSError):
+        return {}, ""
+    before, *rest = text.split("---\n", 2)
+    if before or len(rest) < 2:
+        return {}, text
+    try:
+        matter = yaml.safe_load(rest[0])
+    except (ValueError, RecursionError, yaml.YAMLError):
+        matter = None
+    return (matter if isinstance(matter, dict) else {}), rest[1]
+
+
+def _declared(own: dict[str, Any], sidecar: dict[str, Any]) -> dict[str, Any]:
+    """What a new card says in front; `own` is what the original's says."""
+    base = _base_model(str(sidecar.get("model") or ""), own)
+    matter = {"base_model": base, "base_model_relation": "quantized"} if base else {}
+    matter |= {key: own[key] for key in _CARRIED if _plain(own.get(key))}
+    return matter | {"library_name": "transformers", "tags": _TAGS}
 
 
 def _base_model(model: str, own: dict[str, Any]) -> str | None:
