@@ -15,8 +15,9 @@ take one work item after the other.
    q = hi + lo, both e4m3: two products into one sum, the small one first, because the instruction
    aligns what it adds with what is there.
 4. For every tile, the next tile's Q K^T and this one's P V are started together, and the softmax of
-   the next runs under them. The consumers take turns in starting: one's softmax runs under the
-   other's products.
+   the next runs under P V and under the other consumer's products. With FP8 products the softmax is
+   the longer part, and its chain of dependent steps decides: the maximum is a tree, sums stay apart
+   by thread until the end. With 16-bit products the consumers take turns in starting them.
 5. ``fp8``: P is 256 exp2(score - maximum) in e4m3, and V's order in the page makes a thread's
    scores the left operand of the second product as they are. ``accurate``: P and V are float16,
    into which FP8 codes fit exactly. (P as hi + lo in FP8 against V as it is was a little slower,
@@ -367,11 +368,29 @@ def _start_output(p, v, acc, C: gl.constexpr, CODES: gl.constexpr):
 
 
 @gluon.jit
+def _sums(p):
+    """Of each row of `[rows, tile]`, apart for the four threads that hold it: `[rows, 4]`."""
+    ROWS_: gl.constexpr = p.shape[0]
+    TILE: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([ROWS_, TILE // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _largest(s):
+    """Of each row of `[rows, tile]`: many short chains of comparisons instead of a long one."""
+    ROWS_: gl.constexpr = s.shape[0]
+    TILE: gl.constexpr = s.shape[1]
+    of_four = gl.max(s.reshape([ROWS_, 4, TILE // 32, 4, 2]), 1)
+    largest = gl.max(gl.max(gl.max(of_four, 3), 1), 1)
+    return gl.convert_layout(largest, gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
 def _softmax(
     s, scales, maximum, total, tile, row, oldest, cap, window, C: gl.constexpr, DTYPE: gl.constexpr
 ):
-    """A step of the online softmax: P times 256, the maximum, the sum of P, and the factor of what
-    was summed before. `oldest` is the position of row 0."""
+    """A step of the online softmax: P times 256, the maximum, the sums of P by thread, and the
+    factor of what was summed before. `oldest` is the position of row 0."""
     if C.softcap:  # tanh; scale and cap come prepared
         s = cap - 2.0 * cap / (1.0 + gl.exp2(s * (scales * 2.8853900817779268)[:, None]))
         scales = gl.full_like(scales, 1.0)
@@ -384,10 +403,12 @@ def _softmax(
         if C.window:
             seen = seen & (position[None, :] > (oldest + row - window)[:, None])
         s = gl.where(seen, s, float("-inf"))
-    larger = gl.maximum(maximum, gl.max(s, 1) * scales)
+    larger = gl.maximum(maximum, _largest(s) * scales)
     fade = gl.exp2(maximum - larger)
     p = gl.exp2(s * scales[:, None] - (larger - P_LOG2)[:, None])
-    return p.to(DTYPE), larger, total * fade + gl.sum(p, 1), fade
+    sums = _sums(p)
+    total *= gl.convert_layout(fade, gl.SliceLayout(1, sums.type.layout))[:, None]
+    return p.to(DTYPE), larger, total + sums, fade
 
 
 @gluon.jit
@@ -446,43 +467,56 @@ def _consumer(
             acc = gl.zeros([ROWS, DV], gl.float32, O_MMA)
             if end > first:  # else no row has a key
                 maximum = gl.full([ROWS], LOW, gl.float32, gl.SliceLayout(1, S_MMA))
-                total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_MMA))
+                total = _sums(no_scores)
                 stage = count % C.stages
                 phase = count // C.stages % 2
-                mbarrier.wait(turns.index(PART), count & 1 ^ 1 - PART)
+                if C.wide:
+                    mbarrier.wait(turns.index(PART), count & 1 ^ 1 - PART)
                 mbarrier.wait(k_full.index(stage), phase)
                 s = _start_scores(q_hi, q_lo, k_ring.index(stage), no_scores, C)
-                mbarrier.arrive(turns.index(1 - PART), count=1)
+                if C.wide:
+                    mbarrier.arrive(turns.index(1 - PART), count=1)
                 s = warpgroup_mma_wait(0, deps=[s])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 p, maximum, total, fade = _softmax(
                     s, scales, maximum, total, end - 1, row, oldest, cap, window, C, P_DTYPE
                 )
+                if not C.wide:
+                    mbarrier.wait(v_full.index(stage), phase)
                 for step in range(1, end - first):
                     v_stage = stage
                     v_phase = phase
                     count += 1
                     stage = count % C.stages
                     phase = count // C.stages % 2
-                    mbarrier.wait(turns.index(PART), count & 1 ^ 1 - PART)
+                    if C.wide:
+                        mbarrier.wait(turns.index(PART), count & 1 ^ 1 - PART)
                     mbarrier.wait(k_full.index(stage), phase)
                     s = _start_scores(q_hi, q_lo, k_ring.index(stage), no_scores, C)
-                    mbarrier.wait(v_full.index(v_stage), v_phase)
+                    if C.wide:
+                        mbarrier.wait(v_full.index(v_stage), v_phase)
                     acc = _start_output(p, v_ring.index(v_stage), acc, C, CODES)
-                    mbarrier.arrive(turns.index(1 - PART), count=1)
+                    if C.wide:
+                        mbarrier.arrive(turns.index(1 - PART), count=1)
                     s = warpgroup_mma_wait(1, deps=[s])
                     mbarrier.arrive(k_empty.index(stage), count=1)
                     tile = end - 1 - step
                     p, maximum, total, fade = _softmax(
                         s, scales, maximum, total, tile, row, oldest, cap, window, C, P_DTYPE
                     )
+                    if not C.wide:
+                        # The loop in here keeps ptxas from moving the next line above the softmax.
+                        # (In 16 bits that order is the faster one.)
+                        mbarrier.wait(v_full.index(stage), phase)
                     acc = warpgroup_mma_wait(0, deps=[acc])
                     mbarrier.arrive(v_empty.index(v_stage), count=1)
                     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, O_MMA))[:, None]
 
-                mbarrier.wait(v_full.index(stage), phase)
+                if C.wide:
+                    mbarrier.wait(v_full.index(stage), phase)
                 acc = _start_output(p, v_ring.index(stage), acc, C, CODES)
                 count += 1
+                total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S_MMA))
                 if C.sinks:
                     sink = gl.load(sinks_ptr + q_head).to(gl.float32)
                     total += gl.exp2(sink * 1.4426950408889634 - maximum + P_LOG2)
