@@ -76,7 +76,7 @@ class Sampler:
     def choose_likeliest(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The likeliest token of each row of `logits` [B, vocabulary], NAN where they hold NaN;
         it is the newest one of the row's slot, `slots` int32 [B], -1 for none."""
-        best, tokens = logits.max(-1)
+        best, tokens = _max(logits)
         # A slot of -1 becomes the last place.
         self.last_tokens.index_copy_(0, slots.long() % len(self.last_tokens), tokens)
         return tokens.masked_fill(best.isnan(), NAN)
@@ -196,6 +196,16 @@ def _invert(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     )
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
     return index.clamp(max=cumulative.shape[1] - 1)  # NaN lies beyond the end
+
+
+def _max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum of each row, NaN if it holds one, and its first place. In two steps where the length
+    allows it: one reduction of few long rows leaves most of a GPU idle."""
+    length = logits.shape[-1]
+    width = next((width for width in (512, 256, 128, 64) if length % width == 0), length)
+    best, places = logits.unflatten(-1, (-1, width)).max(-1)
+    best, part = best.max(-1)
+    return best, part * width + places.gather(-1, part[:, None])[:, 0]
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
