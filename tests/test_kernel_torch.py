@@ -5,7 +5,7 @@ import fp8_paged_attention as fpa
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_paged_attention import reference
+from fp8_paged_attention import reference, torch_plan
 from kernel_cases import ERROR, Case, relative_error
 
 # Lengths around pages and 16-token groups, an empty sequence, decode, chunks and whole prompts.
@@ -19,6 +19,13 @@ OPTIONS = {
     "sinks": {"sinks": torch.linspace(-1, 3, 4)},
     "all": {"sliding_window": 18, "softcap": 2.0, "sinks": torch.linspace(-1, 3, 4)},
 }
+STEP = ("block_table", "cu_seqlens_q", "seq_lens")
+
+
+def step_plan(case, window=None):
+    pages = case.tensors["k_pages"], case.tensors["v_pages"]
+    plan = fpa.StepPlan(*pages, sliding_window=window)
+    return plan.update(*(case.tensors[name] for name in STEP))
 
 
 # --- the oracle ------------------------------------------------------------------------------
@@ -203,6 +210,33 @@ def test_prefill_in_chunks_equals_prefill_at_once():
         assert relative_error(chunk, at_once[start:end]) < ERROR["float32"]
 
 
+@pytest.mark.parametrize("window", [None, 7])
+def test_decodes_in_parts_equal_the_reference(window, monkeypatch):
+    """When what a step sees is more than is gathered at a time; one that has no tokens is last."""
+    monkeypatch.setattr(torch_plan, "MAX_GATHERED", 4 * 16 * 2 * 64 * 2)  # two groups of two heads
+    case = Case([70, 33, 100, 0], [1, 1, 1, 1], page_size=32)
+    plan = step_plan(case, window)
+    assert len(plan.decodes.parts) == (3 if window else 8)
+    out = case.attend(sliding_window=window, plan=plan)
+    assert relative_error(out, case.reference(sliding_window=window)) < ERROR["float32"]
+
+
+def test_a_plan_serves_steps_and_layers():
+    """One after the other, of other lengths; and the slots of both."""
+    case, longer = Case(**MIXED), Case([90, 5, 60, 21, 33], [1, 5, 1, 1, 33])
+    plan = fpa.StepPlan(case.tensors["k_pages"], case.tensors["v_pages"])
+    for step in (case, longer, case):
+        tensors = step.tensors
+        plan.update(*(tensors[name] for name in STEP), step.slots)
+        assert torch.equal(step.attend(plan=plan), step.attend())
+        pages = [torch.zeros_like(tensors[name]) for name in ("k_pages", "v_pages")]
+        again = [torch.zeros_like(x) for x in pages]
+        scales = step.scale_args
+        fpa.store(step.keys, step.values, *pages, step.slots, **scales)
+        fpa.store(step.keys, step.values, *again, step.slots, **scales, plan=plan)
+        assert all(torch.equal(a, b) for a, b in zip(pages, again, strict=True))
+
+
 def test_rows_that_see_nothing_are_zero():
     case = Case([0, 2, 5], [1, 4, 1])  # an empty sequence, and more queries than tokens
     out = case.attend(out=torch.full_like(case.tensors["query"], torch.nan))
@@ -221,6 +255,22 @@ def test_an_empty_batch():
 
 
 # --- refusals --------------------------------------------------------------------------------
+
+
+def test_a_plan_for_something_else_is_refused():
+    case = Case([5, 6], [1, 1])
+    plan = step_plan(case)
+    with pytest.raises(ValueError, match="for sliding_window None, got 5"):
+        case.attend(plan=plan, sliding_window=5)
+    with pytest.raises(ValueError, match="not updated with this block_table"):
+        case.attend(plan=plan, seq_lens=case.tensors["seq_lens"].clone())
+    with pytest.raises(ValueError, match="not updated with this slot_mapping"):
+        pages = case.tensors["k_pages"], case.tensors["v_pages"]
+        fpa.store(case.keys, case.values, *pages, case.slots, plan=plan)
+    with pytest.raises(ValueError, match=r"for pages of \[2, 16, 64\] and .* got \[4, 16, 64\]"):
+        Case([5, 6], [1, 1], heads=(4, 4)).attend(plan=plan)
+    with pytest.raises(ValueError, match="must be a StepPlan, got 'plan'"):
+        case.attend(plan="plan")
 
 
 @pytest.mark.parametrize(

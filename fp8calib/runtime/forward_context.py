@@ -17,7 +17,7 @@ import torch
 from fp8calib.runtime.kv_store import LayerCache
 
 if TYPE_CHECKING:
-    from fp8_paged_attention import DecodePlan
+    from fp8_paged_attention import DecodePlan, StepPlan
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class ForwardContext:
     layers: the cache of each layer; groups: the tables of each group of layers;
     cu_seqlens_q: int32 [B + 1], first row of each sequence; seq_lens: int32 [B], tokens of each
     sequence, the new ones included; max_seqlen_q: the most new tokens of a sequence; num_decodes:
-    so many sequences have one new token each and come before longer ones; plans: of the layers
-    whose kernels take one, for those sequences.
+    so many sequences have one new token each and come before longer ones; plans: of each layer,
+    where its kernels take one.
     """
 
     layers: Mapping[int, LayerCache]
@@ -48,7 +48,7 @@ class ForwardContext:
     seq_lens: torch.Tensor
     max_seqlen_q: int
     num_decodes: int = 0
-    plans: Mapping[int, DecodePlan] = field(default_factory=dict)
+    plans: Mapping[int, DecodePlan | StepPlan] = field(default_factory=dict)
 
 
 _current: ContextVar[ForwardContext] = ContextVar("fp8calib_forward_context")

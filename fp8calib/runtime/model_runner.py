@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8calib.attention import attention_configs
+from fp8calib.runtime.attention_plans import AttentionPlans
 from fp8calib.runtime.cuda_graphs import DecodeGraphs, Result
-from fp8calib.runtime.decode_plans import DecodePlans
 from fp8calib.runtime.forward_context import ForwardContext, GroupTables, set_forward_context
 from fp8calib.runtime.kv_store import KVStore
 from fp8calib.runtime.paged_attention import PAGED_ATTENTION
@@ -42,7 +42,7 @@ class ModelRunner:
         self.model = model.eval()
         self.store = store
         self.graphs = graphs
-        self._plans = DecodePlans(store, max_num_seqs)
+        self._plans = AttentionPlans(store, max_num_seqs)
         self._hosts = HostBuffers(store.device)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -102,7 +102,7 @@ class ModelRunner:
             seq_lens=inputs.seq_lens,
             max_seqlen_q=inputs.max_seqlen_q,
             num_decodes=inputs.num_decodes,
-            plans=self._plans.update(inputs.seq_lens[: inputs.num_decodes]),
+            plans=self._plans.update(inputs),
         )
         arguments: dict[str, Any] = {
             "input_ids": ids[None],

@@ -60,6 +60,7 @@ def _store_and_attend(
     context = forward_context()
     cache = context.layers[layer]
     tables = context.groups[cache.group]
+    plan = context.plans.get(layer)
     if cache.stores:
         fpa.store(
             key[0].transpose(0, 1),
@@ -70,6 +71,7 @@ def _store_and_attend(
             cache.k_scale,
             cache.v_scale,
             fp8_format=cache.fp8_format,
+            plan=plan,
             backend=cache.backend,
         )
     out = fpa.attend(
@@ -90,7 +92,7 @@ def _store_and_attend(
         sinks=sinks,
         arithmetic=cache.arithmetic,
         fp8_format=cache.fp8_format,
-        plan=context.plans.get(layer),
+        plan=plan,
         backend=cache.backend,
     )
     return out[None]

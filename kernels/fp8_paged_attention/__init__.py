@@ -35,6 +35,7 @@ import torch
 
 from .layout import allocate, from_nhd, k_page_shape, page_bytes, to_nhd, v_page_shape
 from .scale import E4M3, E5M2, FORMATS, Fp8Format, dequantize, quantize
+from .torch_plan import StepPlan
 from .validate import check_attend, check_decodes, check_plan, check_store, load_backend
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ __all__ = [
     "FORMATS",
     "DecodePlan",
     "Fp8Format",
+    "StepPlan",
     "allocate",
     "attend",
     "dequantize",
@@ -69,6 +71,7 @@ def store(
     v_scale: torch.Tensor | None = None,
     *,
     fp8_format: str = "e4m3",
+    plan: "DecodePlan | StepPlan | None" = None,
     backend: str | None = None,
 ) -> None:
     """Write new tokens' K and V into their slots, in place.
@@ -84,6 +87,8 @@ def store(
         slot_mapping: `[T]`, int32 or int64.
         k_scale, v_scale: float32 `[1]` or `[Hkv]` on the same device; only for FP8 pages.
         fp8_format: ``"e4m3"`` or ``"e5m2"``: what uint8 pages hold.
+        plan: as in ``attend``, updated with ``slot_mapping`` too; the torch backend's saves it
+            working out the slots.
         backend: ``"triton"``, ``"torch"`` or None.
 
     Raises:
@@ -91,8 +96,18 @@ def store(
     """
     check_store(key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale, fp8_format)
     module = load_backend(backend, k_pages, v_pages)
+    if isinstance(plan, StepPlan):
+        plan.check_store(k_pages, v_pages, slot_mapping)
     module.store(
-        key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale, fp8_format=fp8_format
+        key,
+        value,
+        k_pages,
+        v_pages,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        plan=plan,
+        fp8_format=fp8_format,
     )
 
 
@@ -116,7 +131,7 @@ def attend(
     arithmetic: str = "accurate",
     fp8_format: str = "e4m3",
     out: torch.Tensor | None = None,
-    plan: "DecodePlan | None" = None,
+    plan: "DecodePlan | StepPlan | None" = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Attend each sequence's new tokens to all of its stored tokens.
@@ -141,9 +156,10 @@ def attend(
         arithmetic: ``"accurate"`` or ``"fp8"``; native pages take only the first.
         fp8_format: ``"e4m3"`` or ``"e5m2"``: what uint8 pages hold.
         out: `[T, Hq, Dv]` to fill; default new, in the query's dtype (bfloat16 for float8).
-        plan: the decode plan of this step, updated with ``seq_lens`` (of the num_decodes first
-            sequences, if that is given); for sequences of at most 8 new tokens. Without one, the
-            triton backend plans (and allocates) by itself.
+        plan: the plan of this step, without which it is made (and memory allocated) at every
+            call. Triton: a DecodePlan, updated with ``seq_lens`` (of the num_decodes first
+            sequences, if that is given); for sequences of at most 8 new tokens. Torch: a StepPlan,
+            updated with these very tensors.
         backend: ``"triton"``, ``"torch"`` or None.
 
     Returns:
@@ -177,8 +193,13 @@ def attend(
     check_decodes(num_decodes, seq_lens)
     module = load_backend(backend, k_pages, v_pages)
     if plan is not None:
-        planned = (seq_lens[:num_decodes], 1) if num_decodes else (seq_lens, max_seqlen_q)
-        check_plan(plan, query, k_pages, v_pages, *planned, sliding_window)
+        if not isinstance(plan, module.Plan):
+            raise ValueError(f"the plan must be a {module.Plan.__name__}, got {plan!r}")
+        if isinstance(plan, StepPlan):
+            plan.check_attend(k_pages, v_pages, block_table, cu_seqlens_q, seq_lens, sliding_window)
+        else:
+            planned = (seq_lens[:num_decodes], 1) if num_decodes else (seq_lens, max_seqlen_q)
+            check_plan(plan, query, k_pages, v_pages, *planned, sliding_window)
     module.attend(
         query,
         k_pages,

@@ -226,9 +226,11 @@ def store(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     *,
+    plan: object,
     fp8_format: str,
 ) -> None:
-    """Launch the kernel that suits the number of tokens; see :func:`fp8_paged_attention.store`."""
+    """Launch the kernel that suits the number of tokens; see :func:`fp8_paged_attention.store`
+    (needs no plan)."""
     num_tokens, num_heads, head_dim_k = key.shape
     head_dim_v = value.shape[2]
     if num_tokens == 0:

@@ -14,7 +14,9 @@ from .prefill import _prefill_kernel
 from .scale import E4M3, get_format
 from .store_pages import scale_stride, store
 
-__all__ = ["attend", "store"]
+__all__ = ["Plan", "attend", "store"]
+
+Plan = DecodePlan
 
 LOG2E = 1.4426950408889634
 MAX_DECODE_TOKENS = 8
@@ -264,15 +266,16 @@ def _prefill_hopper(
 
     query, k_pages, v_pages, out = tensors
     block_table, seq_lens, starts, *others = layer
+    wide = constants["FORMAT"] == 0 or arithmetic == "accurate"
     config = PrefillConfig(
         head_dim_k=constants["DK"],
         head_dim_v=constants["DV"],
         page_size=constants["PAGE"],
         tile=tile,
         box=min(tile, constants["PAGE"]),
-        stages=2,
+        stages=2 if wide else 3,
         fp8_pages=constants["FORMAT"] != 0,
-        wide=constants["FORMAT"] == 0 or arithmetic == "accurate",
+        wide=wide,
         fp8_query=constants["Q_FP8"],
         k_scale=constants["K_SCALE"],
         v_scale=constants["V_SCALE"],
