@@ -13,6 +13,7 @@ same prompts, padded on the left. Results are a table on stderr and JSON on stdo
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -166,22 +167,25 @@ def copy_rate() -> float:
 
 
 def step(loaded: LoadedModel, args: argparse.Namespace) -> dict[str, Any]:
-    """Whole decode steps at a short context, against reading the weights (all but the embedding
+    """Whole decode steps at short contexts, against reading the weights (all but the embedding
     table, of which a step reads a row a sequence) and the cache."""
     rate = copy_rate()
     torch.cuda.empty_cache()
     parameters = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
     embedding = loaded.model.get_input_embeddings().weight
     weights = parameters - embedding.numel() * embedding.element_size()
-    context = 256
     result: dict[str, Any] = {"copy GB/s": rate / 1e9, "weights ms": weights / rate * 1e3}
     for word in FORMATS:
         engine = make_engine(loaded, word, 64 * 2048, max_model_len=2048)
         token = sum(engine.store.block_bytes()) / engine.store.block_size
-        for batch in (1, 8, 64):
+        for context, batch in itertools.product((256, 1024), (1, 8, 64)):
             ms = decode_ms(engine, batch, context)
             floor = (weights + batch * context * token) / rate * 1e3
-            result[f"{word} batch {batch}"] = {"ms": ms, "floor ms": floor, "ratio": ms / floor}
+            result[f"{word}, context {context}, batch {batch}"] = {
+                "ms": ms,
+                "floor ms": floor,
+                "ratio": ms / floor,
+            }
         del engine
         torch.cuda.empty_cache()
     return result
@@ -336,7 +340,7 @@ def on_gpu(args: argparse.Namespace) -> dict[str, Any]:
 
 def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of the engine and of `generate`, in turns; the best of the repeats."""
-    loaded = load(args.model, device="cpu", dtype=args.dtype)
+    loaded, plain = (load(args.model, device="cpu", dtype=args.dtype) for _ in range(2))
     text = "The history of the town begins with a small market at the river. " * 40
     ids = loaded.tokenizer(text)["input_ids"]
     ragged = [ids[:length] for length in (16, 300, 40, 120, 200, 64, 24, 90)]
@@ -348,7 +352,7 @@ def on_cpu(args: argparse.Namespace) -> dict[str, Any]:
                 dtype = "auto" if word == "native" else "fp8"
                 engine = Engine(loaded, EngineConfig(kv_cache_dtype=dtype))
                 runs[word].append(len(prompts) * tokens / run_on_cpu(engine, prompts, tokens))
-            runs["generate"].append(generate_rate(loaded, prompts, tokens))
+            runs["generate"].append(generate_rate(plain, prompts, tokens))
         best = {word: max(rates) for word, rates in runs.items()}
         results[name] = {f"{word} tokens/s": rate for word, rate in best.items()} | {
             f"{word} over generate": best[word] / best["generate"] for word in ("native", "fp8")
