@@ -23,6 +23,7 @@ from fp8calib.runtime.kv_store import KVStore, cache_groups
 from fp8calib.runtime.loader import LoadedModel, load
 from fp8calib.runtime.merged_projections import MergedLinear
 from fp8calib.runtime.model_runner import Chunk, ModelRunner
+from fp8calib.runtime.packed_weights import PackedLinear, pack_weights
 from fp8calib.runtime.request import Request
 from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.runtime.step_inputs import HostBuffers, StepInputs, StepShape, shape_of, write_step
@@ -219,6 +220,36 @@ def test_compiled_layers_give_the_same_tokens(kind: str, tiny: Tiny) -> None:
     assert any(isinstance(module, MergedLinear) for module in compiled.model.modules())
     assert counted["ok"] > 0
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_packed_weights_give_the_same_products(bias: bool) -> None:
+    """Up to the order of sums; for no tokens too, and the weight is still to be had."""
+    linear = torch.nn.Linear(96, 40, bias).bfloat16()
+    model = torch.nn.Sequential(linear, torch.nn.Linear(40, 8))
+    inputs = [torch.randn(1, tokens, 96).bfloat16() for tokens in (0, 1, 8, 70)]
+    with torch.inference_mode():
+        expected = [linear(x) for x in inputs]
+        pack_weights(model)
+        if not isinstance(model[0], PackedLinear):
+            pytest.skip("this CPU does not multiply in bfloat16")
+        for x, y in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(model[0](x), y, rtol=2**-7, atol=2**-8)
+    assert torch.equal(model[0].weight, linear.weight)
+    assert type(model[1]) is torch.nn.Linear  # float32
+
+
+def test_an_engine_packs_weights_unless_told_not_to(tiny: Tiny) -> None:
+    folder = str(tiny("llama", tie_word_embeddings=True))
+    packed, plain = (load(folder, dtype="bfloat16") for _ in range(2))
+    for loaded, wanted in ((packed, True), (plain, False)):
+        engine = Engine(loaded, EngineConfig(pack_weights=wanted, kv_cache_memory_bytes=1 << 20))
+        request = engine.add_request(SamplingParams(max_tokens=3), prompt_token_ids=[5, 6, 7])
+        while engine.has_unfinished_requests:
+            engine.step()
+        assert request.num_output == 3
+        kinds = {type(module) for module in loaded.model.modules()}
+        assert (PackedLinear in kinds) == (wanted and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def test_triton_kernels_equal_the_torch_backend(tiny: Tiny) -> None:

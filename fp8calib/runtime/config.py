@@ -31,6 +31,8 @@ class EngineConfig:
         that is captured as one.
     compile_layers: compile each decoder layer with torch.compile, projections of the same input
         merged.
+    pack_weights: on a CPU, keep bfloat16 weights in the order in which they are multiplied. It
+        changes the model in place, as compile_layers does, which goes before it.
     max_logprobs: the most log probabilities that a request may ask for at each token.
 
     Raises:
@@ -55,6 +57,7 @@ class EngineConfig:
     enforce_eager: bool = False
     max_cudagraph_capture_size: int = 256
     compile_layers: bool = False
+    pack_weights: bool = True
     max_logprobs: int = 20
 
     def __post_init__(self) -> None:

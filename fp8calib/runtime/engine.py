@@ -23,6 +23,7 @@ from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.loader import LoadedModel
 from fp8calib.runtime.metrics import EngineStats
 from fp8calib.runtime.model_runner import ModelRunner
+from fp8calib.runtime.packed_weights import pack_weights
 from fp8calib.runtime.prefix_hash import fingerprint
 from fp8calib.runtime.request import Request, RequestGroup
 from fp8calib.runtime.sampler import NAN, Sampler
@@ -56,6 +57,8 @@ class Engine:
         self.max_model_len = self._wanted_length()
         if config.compile_layers:
             compile_layers(loaded.model, loaded.layers)
+        elif config.pack_weights:
+            pack_weights(loaded.model)
         self.store, fitting = make_store(loaded, self.kv.kv_format, config, self.max_model_len)
         if fitting < self.max_model_len:
             self.max_model_len = fitting

@@ -73,7 +73,7 @@ def merge_projections(model: nn.Module, layers: Iterable[LayerSpec]) -> None:
 @torch.no_grad()
 def _merge(parent: nn.Module, names: Sequence[str]) -> None:
     linears = [getattr(parent, name, None) for name in names]
-    plain = [linear for linear in linears if isinstance(linear, nn.Linear) and _is_plain(linear)]
+    plain = [linear for linear in linears if isinstance(linear, nn.Linear) and is_plain(linear)]
     kinds = {(one.in_features, one.weight.dtype, one.bias is None) for one in plain}
     if len(plain) < len(names) or len(kinds) > 1:
         return
@@ -82,7 +82,7 @@ def _merge(parent: nn.Module, names: Sequence[str]) -> None:
         setattr(parent, name, MergedLinear(linear, product, index))
 
 
-def _is_plain(linear: nn.Linear) -> bool:
+def is_plain(linear: nn.Linear) -> bool:
     """Whether this multiplies by its weight and does nothing else: quantization and offloading
     come as classes, hooks or functions of their own."""
     hooks = (linear._forward_hooks, linear._forward_pre_hooks)
