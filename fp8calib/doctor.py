@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from fp8calib import __version__
 from fp8calib.errors import Fp8CalibError, ModelError, UserError
+from fp8calib.sizes import size_text
 
 # What the tests have run on; the bounds of pyproject.toml are wider.
 TESTED = {
@@ -247,14 +248,14 @@ def _fits(folder: Path, output: Path, gpus: list[_GPU] | str) -> Iterator[Findin
     per_token = sum(a.num_kv_heads * (a.head_dim + a.v_head_dim) for a in checkpoint.layers)
     yield Finding(
         "model",
-        f"weights {size / 1e9:.2f} GB; a token's cache takes {per_token / 1024:.0f} KiB in FP8, "
+        f"weights {size_text(size)}; a token's cache takes {per_token / 1024:.0f} KiB in FP8, "
         f"twice that in 16 bit",
     )
     place = next(parent for parent in (output.absolute(), *output.absolute().parents) if
                  parent.is_dir())  # fmt: skip
     free = shutil.disk_usage(place).free
     advice = "" if free > size else "choose another place with -o, or share weights with --link"
-    yield Finding("disk", f"{free / 1e9:.1f} GB free in {_short(str(place))}",
+    yield Finding("disk", f"{size_text(free)} free in {_short(str(place))}",
                   "ok" if free > size else "problem", advice)  # fmt: skip
     room = max((gpu.free for gpu in gpus), default=0) if not isinstance(gpus, str) else 0
     if room > 1.2 * size:

@@ -159,10 +159,12 @@ def test_fp8_pages_hold_twice_as_many_tokens(llama: LoadedModel) -> None:
     assert tokens[1] >= 1.95 * tokens[0]
 
 
-def test_a_request_ends_at_the_models_length(llama: LoadedModel) -> None:
+@pytest.mark.parametrize("max_tokens", [None, 1_000_000])
+def test_a_request_ends_at_the_models_length(llama: LoadedModel, max_tokens: int | None) -> None:
     engine = Engine(llama, EngineConfig(max_model_len=20))
     request = engine.add_request(
-        SamplingParams(max_tokens=None, temperature=0, ignore_eos=True), prompt_token_ids=[5] * 15
+        SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+        prompt_token_ids=[5] * 15,
     )
     drain(engine)
     assert len(request.token_ids) == 20 and request.finish_reason == "length"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from fp8calib.errors import CheckpointError
+from fp8calib.sizes import size_text
 
 SIDECAR = "fp8calib.json"
 STDOUT = Path("-")  # as an output file; a folder cannot go there
@@ -101,7 +102,7 @@ def check_room(output: Path | str, files: Iterable[Path]) -> None:
         raise CheckpointError(f"cannot write {output}: {problem.strerror}") from None
     if not shared:
         raise CheckpointError(
-            f"{parent} has {free / 1e9:.1f} GB free, the weights take {needed / 1e9:.1f} GB: "
+            f"{parent} has {size_text(free)} free, the weights take {size_text(needed)}: "
             "free some space, choose another output, or share the weights with --link"
         )
 
