@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from fp8calib.checkpoint import open_checkpoint, write_checkpoint
+from fp8calib.checkpoint import open_checkpoint, read_scales, write_checkpoint
 from fp8calib.layers import LayerSpec
 from fp8calib.scales import LayerScales, ScaleSet, Strategy
 
@@ -67,3 +67,12 @@ def rewritten(output: Path, rename: Callable[[str, np.ndarray], dict[str, np.nda
     }
     index["weight_map"] = weights | dict.fromkeys(tensors, shard.name)
     (output / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def in_file(folder: Path) -> dict[tuple[int, str], np.ndarray]:
+    """Scales of a checkpoint by layer and kind."""
+    return {
+        (index, kind): scale
+        for index, layer in read_scales(folder).layers.items()
+        for kind, scale in layer.items()
+    }

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import write_texts
+from made_scales import in_file
 from qkv_reference import cached_maxima
 from safetensors import safe_open
 from tiny import write_composite
@@ -19,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from fp8calib.architectures import ARCHITECTURES
 from fp8calib.attention import handle_attention, plain_attention, probe
 from fp8calib.calibration import calibrate
-from fp8calib.checkpoint import read_scales
 from fp8calib.errors import ModelError
 
 CALIBRATED = [entry.model_type for entry in ARCHITECTURES if not entry.refused]
@@ -71,9 +72,7 @@ TEXTS = ["abc xyz 1234", "The quick brown fox jumps over", "0", "~ to be, or not
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
+    return write_texts(tmp_path_factory.mktemp("data"), TEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +94,6 @@ def source(
 def load(folder: Path, model_type: str) -> Any:
     auto = AutoModelForMultimodalLM if model_type in COMPOSITE else AutoModelForCausalLM
     return auto.from_pretrained(folder)
-
-
-def in_file(folder: Path) -> dict[tuple[int, str], np.ndarray]:
-    return {
-        (index, kind): scale
-        for index, layer in read_scales(folder).layers.items()
-        for kind, scale in layer.items()
-    }
 
 
 @pytest.mark.parametrize("model_type", CALIBRATED)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import call_flat, powers, write_texts
 
 import fp8calib
 from fp8calib.checkpoint import open_checkpoint
@@ -20,18 +21,7 @@ Tiny = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    lines = [{"text": f"{n} squared is {n * n}, and {n} cubed is {n**3}; " * 3} for n in range(30)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
-def auto(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(["calibrate", "--auto", *args])
-    out, err = capsys.readouterr()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code, out, " ".join(err.split())
+    return str(write_texts(tmp_path_factory.mktemp("data"), powers(30)))
 
 
 def test_tensor_where_heads_are_alike(
@@ -39,7 +29,7 @@ def test_tensor_where_heads_are_alike(
 ) -> None:
     out = tmp_path / "out"
     args = ["--dataset", texts, "--samples", "16", "-o", str(out)]
-    code, _, err = auto(capsys, str(tiny(initializer_range=0.1)), *args)
+    code, _, err = call_flat(capsys, "calibrate", "--auto", str(tiny(initializer_range=0.1)), *args)
     assert code == 0
     record = json.loads((out / "fp8calib.json").read_text())
     reasons = record["auto"]["reasons"]
@@ -101,7 +91,7 @@ def test_its_own_choices_cannot_be_given(
         (["--skip-layers", "0"], "leave 0 out"),
         (["--device-map", "stream"], "one device in one process"),
     ):
-        code, _, err = auto(capsys, *args, *more)
+        code, _, err = call_flat(capsys, "calibrate", "--auto", *args, *more)
         assert code == 2 and message in err
     with pytest.raises(UserError, match="auto chooses the strategy"):
         fp8calib.calibrate(tiny(), tmp_path / "out", auto=True, strategy="tensor")
@@ -119,7 +109,7 @@ def test_a_strategy_of_the_recipe_is_not_used_silently(
     said = "--auto chooses the strategy: attn_head, the recipe's, is not used"
     for content, expected in (("strategy: attn_head", True), ("samples: 8", False)):
         recipe.write_text(f"calibration:\n  {content}\n")
-        code, _, err = auto(capsys, *args)
+        code, _, err = call_flat(capsys, "calibrate", "--auto", *args)
         assert code == 0 and (said in err) == expected and ("is not used" in err) == expected
 
 
@@ -128,5 +118,5 @@ def test_text_that_predicts_nothing_is_refused(
 ) -> None:
     (tmp_path / "one.jsonl").write_text('{"text": "a"}\n')
     args = ["--dataset", str(tmp_path / "one.jsonl"), "-o", str(tmp_path / "out")]
-    code, _, err = auto(capsys, str(tiny()), *args)
+    code, _, err = call_flat(capsys, "calibrate", "--auto", str(tiny()), *args)
     assert code == 2 and "no text has two tokens" in err and not (tmp_path / "out").exists()

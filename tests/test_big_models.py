@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from commands import write_texts
 
 from fp8calib.calibration import calibrate, record
 from fp8calib.errors import UserError
@@ -16,9 +16,7 @@ from fp8calib.model_loading import load_model
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": "abc xyz " * n}) + "\n" for n in range(1, 5)))
-    return path
+    return write_texts(tmp_path_factory.mktemp("data"), ("abc xyz " * n for n in range(1, 5)))
 
 
 @pytest.mark.parametrize("device_map", ["auto", "stream"])

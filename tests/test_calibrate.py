@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import write_texts
 from qkv_reference import maxima
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,9 +30,7 @@ TEXTS = [f"text {number}: " + "abc xyz " * (3 + 4 * number) for number in range(
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
+    return write_texts(tmp_path_factory.mktemp("data"), TEXTS)
 
 
 def observe(model: Any, rows: Sequence[Sequence[int]], batch_size: int) -> Collector:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from fake_checkpoints import equal
 from made_scales import calibrated, make_scales, rewritten
 from safetensors.numpy import load_file, save, save_file
 
@@ -61,14 +62,6 @@ def weight_files(place: Path) -> list[str]:
 
 def leftovers(place: Path) -> list[str]:
     return sorted(entry.name for entry in place.iterdir() if ".fp8calib-" in entry.name)
-
-
-def same_scales(one: ScaleSet, other: ScaleSet) -> bool:
-    return (one.strategy, one.layers.keys()) == (other.strategy, other.layers.keys()) and all(
-        [(kind, values.tobytes()) for kind, values in layer.items()]
-        == [(kind, values.tobytes()) for kind, values in other.layers[index].items()]
-        for index, layer in one.layers.items()
-    )
 
 
 # --- safetensors headers ---------------------------------------------------------------------
@@ -165,7 +158,7 @@ def test_weights_are_kept_byte_for_byte(
     assert weight_files(tmp_path / "out") == names
     for old, new in zip(before, names, strict=False):
         assert (source / old).read_bytes() == (tmp_path / "out" / new).read_bytes()
-    assert same_scales(read_scales(tmp_path / "out"), scales)
+    assert equal(read_scales(tmp_path / "out"), scales)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     there = {name: file for file in names for name in load_names(tmp_path / "out" / file)}
     assert index["weight_map"] == there
@@ -589,7 +582,7 @@ def test_overwrite_replaces_an_earlier_output(
     calibrated(tiny(), tmp_path / "out", "tensor")
     (tmp_path / "out" / "old.txt").write_text("x")
     scales = calibrated(tiny(), tmp_path / "out", "attn_head", overwrite=True)
-    assert same_scales(read_scales(tmp_path / "out"), scales)
+    assert equal(read_scales(tmp_path / "out"), scales)
     assert not (tmp_path / "out" / "old.txt").exists()
     assert leftovers(tmp_path) == []
 
@@ -601,7 +594,7 @@ def test_failed_overwrite_leaves_the_earlier_output(
     monkeypatch.setattr(writer, "_check_written", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         calibrated(tiny(), tmp_path / "out", "attn_head", overwrite=True)
-    assert same_scales(read_scales(tmp_path / "out"), scales)
+    assert equal(read_scales(tmp_path / "out"), scales)
     assert leftovers(tmp_path) == []
 
 
@@ -610,7 +603,7 @@ def test_an_output_lost_between_two_renames_is_put_back(tiny: Tiny, tmp_path: Pa
     (tmp_path / "out").rename(tmp_path / ".out.fp8calib-old-1-abcd")
     with pytest.raises(CheckpointError, match="--overwrite"):
         check_output(tmp_path / "out", overwrite=False)
-    assert same_scales(read_scales(tmp_path / "out"), scales)
+    assert equal(read_scales(tmp_path / "out"), scales)
     assert leftovers(tmp_path) == []
 
 
@@ -749,7 +742,7 @@ def test_every_shape_is_read(strategy: Any, shape: Any, tiny: Tiny, tmp_path: Pa
         shape = (-1,)
     scales = calibrated(tiny(), tmp_path / "out", strategy)
     rewritten(tmp_path / "out", lambda name, values: {name: values.reshape(shape)})
-    assert same_scales(read_scales(tmp_path / "out"), scales)
+    assert equal(read_scales(tmp_path / "out"), scales)
 
 
 OLD_FORMS = {
@@ -768,7 +761,7 @@ def test_c08_older_names_are_read(form: str, tiny: Tiny, tmp_path: Path) -> None
         return {OLD_FORMS[form](module, leaf[0]): values}
 
     rewritten(tmp_path / "out", rename)
-    assert same_scales(read_scales(tmp_path / "out"), scales)
+    assert equal(read_scales(tmp_path / "out"), scales)
 
 
 def test_c08_kv_scale_means_both_k_and_v(tiny: Tiny, tmp_path: Path) -> None:
@@ -793,7 +786,7 @@ def test_a_scale_under_two_names_must_be_the_same(factor: int, tiny: Tiny, tmp_p
 
     rewritten(tmp_path / "out", add)
     if factor == 1:
-        assert same_scales(read_scales(tmp_path / "out"), scales)
+        assert equal(read_scales(tmp_path / "out"), scales)
     else:
         with pytest.raises(ScaleError, match="layer 0: k_scale is given twice"):
             read_scales(tmp_path / "out")
@@ -823,4 +816,4 @@ def test_weight_scales_are_no_kv_scales(tiny: Tiny, tmp_path: Path) -> None:
 
     before = read_scales(tmp_path / "out")
     rewritten(tmp_path / "out", add)
-    assert same_scales(read_scales(tmp_path / "out"), before)
+    assert equal(read_scales(tmp_path / "out"), before)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import call, write_texts
 
 from fp8calib import calibrate, verify
 from fp8calib.cli import main
@@ -24,20 +25,9 @@ def run(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
-def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    """Run a command in this process: exit code, stdout, stderr."""
-    with pytest.raises(SystemExit) as stop:
-        main(list(args))
-    out, err = capsys.readouterr()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code, out, err
-
-
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": f"text {n} " * (4 + n)}) + "\n" for n in range(6)))
-    return path
+    return write_texts(tmp_path, (f"text {n} " * (4 + n) for n in range(6)))
 
 
 def test_help_loads_neither_torch_nor_transformers() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import call
 
 from fp8calib import demo_model, models
 from fp8calib.errors import ModelError
@@ -422,24 +423,15 @@ def test_hub_fetches_only_what_is_read(name: str, fetched: bool) -> None:
 # --- the command
 
 
-def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    from fp8calib.cli import main
-
-    with pytest.raises(SystemExit) as stop:
-        main(["models", *args])
-    captured = capsys.readouterr()
-    return int(stop.value.code or 0), captured.out, captured.err
-
-
 def test_cli_path(tiny: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tiny("llama"))
-    assert run(capsys, "--path", folder)[:2] == (0, f"{folder}\n")
-    status, out, _ = run(capsys, "--path", folder, "--json")
+    assert call(capsys, "models", "--path", folder)[:2] == (0, f"{folder}\n")
+    status, out, _ = call(capsys, "models", "--path", folder, "--json")
     assert (status, json.loads(out)) == (0, {"path": folder})
 
 
 def test_cli_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, "--path", "demo:other")
+    status, out, err = call(capsys, "models", "--path", "demo:other")
     assert (status, out) == (2, "") and "no such embedded model" in err
 
 
@@ -452,10 +444,10 @@ def test_cli_list(
 ) -> None:
     if cached:
         models.resolve_model(demo_model.NAME)
-    status, out, err = run(capsys)
+    status, out, err = call(capsys, "models")
     assert (status, out) == (0, "") and demo_model.NAME in err
     assert ("fetching it first" in err) is not cached
-    entry = json.loads(run(capsys, "--json")[1])["embedded"][0]
+    entry = json.loads(call(capsys, "models", "--json")[1])["embedded"][0]
     assert (entry["cached"], entry["path"]) == (cached, str(demo_model.demo_folder()))
 
 

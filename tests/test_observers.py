@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import write_texts
+from made_scales import in_file
 from safetensors import safe_open
 
 from fp8calib.calibration import calibrate, record
@@ -245,18 +247,10 @@ def test_a_median_among_the_subnormals() -> None:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    lines = [f"text {number}: " + "abc XYZ 123. " * (2 + number) for number in range(8)]
-    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return path
-
-
-def in_file(folder: Path) -> dict[tuple[int, str], np.ndarray]:
-    return {
-        (index, kind): scale
-        for index, layer in read_scales(folder).layers.items()
-        for kind, scale in layer.items()
-    }
+    return write_texts(
+        tmp_path_factory.mktemp("data"),
+        (f"text {n}: " + "abc XYZ 123. " * (2 + n) for n in range(8)),
+    )
 
 
 def weights(folder: Path) -> dict[str, bytes]:

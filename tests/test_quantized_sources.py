@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import write_texts
+from made_scales import in_file
 from qkv_reference import maxima
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8calib.calibration import calibrate
-from fp8calib.checkpoint import inspect, read_scales
+from fp8calib.checkpoint import inspect
 from fp8calib.errors import CheckpointError, ModelError
 from fp8calib.model_loading import load_model
 
@@ -30,9 +32,7 @@ WIDE = {
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": f"abc xyz {n} " * n}) + "\n" for n in range(1, 6)))
-    return path
+    return write_texts(tmp_path_factory.mktemp("data"), (f"abc xyz {n} " * n for n in range(1, 6)))
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +81,6 @@ def shards(folder: Path) -> list[bytes]:
 
 def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
-
-
-def in_file(folder: Path) -> dict[tuple[int, str], np.ndarray]:
-    return {
-        (index, kind): scale
-        for index, layer in read_scales(folder).layers.items()
-        for kind, scale in layer.items()
-    }
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import write_texts
 
 from fp8calib.calibration import calibrate
 from fp8calib.calibration.progress_file import ProgressFile, state_folder
@@ -36,10 +37,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    lines = [f"text {number}: " + "abc XYZ 123. " * (1 + 3 * number % 7) for number in range(11)]
-    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return path
+    return write_texts(
+        tmp_path_factory.mktemp("data"),
+        (f"text {number}: " + "abc XYZ 123. " * (1 + 3 * number % 7) for number in range(11)),
+    )
 
 
 def torchrun(processes: int, *args: str, program: tuple[str, ...] = ("-m", "fp8calib")) -> Any:

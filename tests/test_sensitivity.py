@@ -12,6 +12,7 @@ import fp8_paged_attention as fpa
 import numpy as np
 import pytest
 import torch
+from commands import call_flat, powers, write_texts
 from made_scales import make_scales
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +21,6 @@ from fp8calib.attention import handle_attention, plain_attention
 from fp8calib.calibration.rescale import rescale
 from fp8calib.checkpoint import open_checkpoint
 from fp8calib.checkpoint.amend import amend
-from fp8calib.cli import main
 from fp8calib.errors import UserError
 from fp8calib.evaluation import verify
 from fp8calib.evaluation.attention_errors import layer_errors
@@ -176,10 +176,7 @@ def fragile(model: Any) -> None:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    lines = [{"text": f"{n} squared is {n * n}, and {n} cubed is {n**3}; " * 3} for n in range(12)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+    return str(write_texts(tmp_path_factory.mktemp("data"), powers(12)))
 
 
 @pytest.fixture(scope="module")
@@ -288,14 +285,6 @@ def test_exactly_the_fragile_layers_of_smollm2(smollm2: Path, tmp_path: Path) ->
 # --- the command
 
 
-def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(["sensitivity", *args])
-    out, err = capsys.readouterr()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code, out, " ".join(err.split())
-
-
 def test_apply_records_the_layers_where_everything_reads_them(
     fragile_model: Path, texts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,7 +293,7 @@ def test_apply_records_the_layers_where_everything_reads_them(
     args = ["--dataset", texts, "--keep-bytes", "40", "--apply"]
     page = tmp_path / "found.html"
     amend(out, accuracy={"of": "a cache without this list"})
-    code, _, err = call(capsys, str(out), *args, "--report", str(page))
+    code, _, err = call_flat(capsys, "sensitivity", str(out), *args, "--report", str(page))
     assert "Each layer alone in FP8" in page.read_text() and "vLLM needs" in page.read_text()
     assert code == 0 and "vLLM needs: --kv-cache-dtype-skip-layers" in err
     sidecar = json.loads((out / "fp8calib.json").read_text())
@@ -336,17 +325,17 @@ def test_an_interrupted_search_shows_what_it_has_and_goes_on(
         original(self, group, *rest)
 
     monkeypatch.setattr(Measurements, "_run_group", interrupted)
-    code, out, _ = call(capsys, *args, "--json")
+    code, out, _ = call_flat(capsys, "sensitivity", *args, "--json")
     partial = json.loads(out)
     assert code == 130 and partial["partial"] and partial["proposal"] is None
     assert all(layer["alone"] for layer in partial["layers"]) and partial["whole"]
     assert len(list((tmp_path / "sensitivity").iterdir())) == 1
-    code, out, _ = call(capsys, *args, "--json", "--resume")
+    code, out, _ = call_flat(capsys, "sensitivity", *args, "--json", "--resume")
     resumed = json.loads(out)
     assert code == 0 and resumed["skip_layers"] == ["1", "4"] and not resumed["partial"]
     assert not list((tmp_path / "sensitivity").iterdir())
     monkeypatch.setattr(Measurements, "_run_group", original)
-    _, out, _ = call(capsys, *args, "--json")
+    _, out, _ = call_flat(capsys, "sensitivity", *args, "--json")
     fresh = json.loads(out)
     for changing in ("seconds", "date", "command"):
         del fresh[changing], resumed[changing]
@@ -391,7 +380,7 @@ def test_mistakes_get_one_line_and_exit_code_2(
     texts: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out, err = call(capsys, str(fragile_model), "--dataset", texts, *args)
+    code, out, err = call_flat(capsys, "sensitivity", str(fragile_model), "--dataset", texts, *args)
     assert code == 2 and out == "" and message in err.rpartition("error:")[2]
 
 

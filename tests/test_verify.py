@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import call_flat, powers, write_texts
 from made_scales import calibrated, make_scales
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8calib
 from fp8calib.checkpoint import open_checkpoint, write_checkpoint
-from fp8calib.cli import main
 from fp8calib.errors import DataError, ModelError, UserError
 from fp8calib.evaluation import Verification, verify
 from fp8calib.evaluation.attention_errors import culprits
@@ -37,18 +37,7 @@ NO_GATES = Gates(**dict.fromkeys(Gates.model_fields))
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    lines = [{"text": f"{n} squared is {n * n}, and {n} cubed is {n**3}; " * 3} for n in range(8)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
-def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(["verify", *args])
-    out, err = capsys.readouterr()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code, out, " ".join(err.split())
+    return str(write_texts(tmp_path_factory.mktemp("data"), powers(8)))
 
 
 def edit_tensors(source: Path, output: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
@@ -242,7 +231,9 @@ def test_what_happens_without_the_skip_flag_is_judged_too(
     assert verify(model, dataset=texts, gates=gates, assume_skip_flag=True).ok
     explicit = verify(model, dataset=texts, gates=gates, kv_cache_dtype_skip_layers=["0"])
     assert [gate.variant for gate in explicit.failed] == ["calibrated_fp8_attention"]
-    code, _, err = call(capsys, model, "--dataset", texts, "--max-kl", "0.2", "--min-top1", "0.01")
+    code, _, err = call_flat(
+        capsys, "verify", model, "--dataset", texts, "--max-kl", "0.2", "--min-top1", "0.01"
+    )
     assert code == 1 and "--kv-cache-dtype-skip-layers 1" in err and "without the skip flag" in err
 
 
@@ -312,16 +303,18 @@ def test_c13_a_large_key_bias_fails_at_scale_1_and_its_layer_is_named(
 
     model = tiny("qwen2", num_hidden_layers=4, initializer_range=0.2, edit=biased)
     gates = ["--max-kl", "0.05", "--max-ppl-increase", "9", "--min-top1", "0.01"]
-    code, out, err = call(capsys, str(model), "--dataset", texts, "--json", *gates)
+    code, out, err = call_flat(capsys, "verify", str(model), "--dataset", texts, "--json", *gates)
     report = json.loads(out)
     assert code == 1 and not report["ok"]
     errors = {layer["index"]: layer for layer in report["layer_errors"]["scale_1"]}
     assert errors[2]["k_clipped"] > 0.01 and errors[2]["error"] > 0.2
     assert max(errors[index]["error"] for index in (0, 1, 3)) < 0.1
     assert err.endswith("see layer 2")
-    code, _, err = call(capsys, str(model), "--dataset", texts, *gates)
+    code, _, err = call_flat(capsys, "verify", str(model), "--dataset", texts, *gates)
     assert "FP8's usual rounding in: layer 2 (model.layers.2.self_attn)" in err
-    code, _, err = call(capsys, str(model), "--dataset", texts, *gates, "--skip-layers", "2")
+    code, _, err = call_flat(
+        capsys, "verify", str(model), "--dataset", texts, *gates, "--skip-layers", "2"
+    )
     assert code == 0, err
 
 
@@ -420,12 +413,12 @@ PYDOC += ["--max-seq-len", "160", "--no-noise-floor"]
 def test_heads_far_apart_fail_at_scale_1_and_pass_with_scales_per_head(
     smollm2: Path, spread: Path, spread_head: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = call(capsys, str(spread), *PYDOC, "--json")
+    code, out, err = call_flat(capsys, "verify", str(spread), *PYDOC, "--json")
     report = json.loads(out)
     failed = {gate["gate"] for gate in report["gates"] if not gate["passed"]}
     assert code == 1 and {"max_kl", "min_top1"} <= failed
     assert "fails mean KL" in err and "fp8 at scale 1.0" in err and "see layers" in err
-    code, out, err = call(capsys, str(spread_head), *PYDOC, "--json")
+    code, out, err = call_flat(capsys, "verify", str(spread_head), *PYDOC, "--json")
     assert code == 0, err
     report = json.loads(out)
     native, at_one, accurate, served = report["variants"]
@@ -446,7 +439,7 @@ def test_scales_far_too_small_fail(
                 tensors[name] = tensors[name] / 100
 
     broken = edit_tensors(spread_head, tmp_path / "broken", shrink)
-    code, _, err = call(capsys, str(broken), *PYDOC)
+    code, _, err = call_flat(capsys, "verify", str(broken), *PYDOC)
     assert code == 1 and "mean KL" in err.rpartition("error:")[2]
     assert "further from native than scale 1.0" in err and "FAILS" in err
 
@@ -459,7 +452,9 @@ def test_json_says_everything(
 ) -> None:
     calibrated(tiny(), tmp_path / "out")
     loose = ["--max-ppl-increase", "9", "--max-kl", "9", "--min-top1", "0.01"]
-    code, out, _ = call(capsys, str(tmp_path / "out"), "--dataset", texts, "--json", *loose)
+    code, out, _ = call_flat(
+        capsys, "verify", str(tmp_path / "out"), "--dataset", texts, "--json", *loose
+    )
     report = json.loads(out)
     assert code == 0 and report["ok"]
     assert report["dataset"]["documents"] == 8 and report["versions"]["torch"]
@@ -478,11 +473,11 @@ def test_gates_come_from_options_then_the_recipe_then_the_defaults(
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("gates: {max_kl: 1.0e-9, min_top1: null}\n")
     args = [str(tiny()), "--dataset", texts, "--recipe", str(recipe), "--max-ppl-increase", "9"]
-    code, _, err = call(capsys, *args)
+    code, _, err = call_flat(capsys, "verify", *args)
     assert code == 1 and "mean KL" in err and "at most 1e-09" in err
     assert "gate: top-1 agreement" not in err and "at most 900.00%" in err
-    assert call(capsys, *args, "--max-kl", "9")[0] == 0
-    _, out, _ = call(capsys, str(tiny()), "--dataset", texts, "--json")
+    assert call_flat(capsys, "verify", *args, "--max-kl", "9")[0] == 0
+    _, out, _ = call_flat(capsys, "verify", str(tiny()), "--dataset", texts, "--json")
     limits = {gate["gate"]: gate["limit"] for gate in json.loads(out)["gates"]}
     assert limits and limits.items() <= Gates().model_dump().items()
 
@@ -508,7 +503,7 @@ def test_mistakes_get_one_line_and_exit_code_2(
     args: list[str],
     message: str,
 ) -> None:
-    code, out, err = call(capsys, str(tiny()), "--dataset", texts, *args)
+    code, out, err = call_flat(capsys, "verify", str(tiny()), "--dataset", texts, *args)
     assert code == 2 and out == "" and "Traceback" not in err
     assert message in err.rpartition("error:")[2]
 

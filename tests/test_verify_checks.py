@@ -14,13 +14,13 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from commands import call_flat, powers, write_texts
 from made_scales import calibrated, make_scales
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8calib
 from fp8calib import SamplingParams, console
 from fp8calib.checkpoint import open_checkpoint, write_checkpoint
-from fp8calib.cli import main
 from fp8calib.data import load_data
 from fp8calib.errors import CheckFailed, UserError
 from fp8calib.evaluation import verify
@@ -44,18 +44,7 @@ LOOSE = ["--max-ppl-increase", "9", "--max-kl", "9", "--min-top1", "0.01"]
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    lines = [{"text": f"{n} squared is {n * n}, and {n} cubed is {n**3}; " * 3} for n in range(8)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
-def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(["verify", *args])
-    out, err = capsys.readouterr()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code, out, " ".join(err.split())
+    return str(write_texts(tmp_path_factory.mktemp("data"), powers(8)))
 
 
 # --- numbers
@@ -361,7 +350,7 @@ def test_nan_under_fp8_alone_is_a_failed_check(
     with pytest.raises(CheckFailed, match=r"fp8 at scale 1.0: .* document 0 .* layer 1 .*, in q"):
         verify(model, dataset=texts)
     junit = tmp_path / "gates.xml"
-    code, _, err = call(capsys, model, "--dataset", texts, "--junit", str(junit))
+    code, _, err = call_flat(capsys, "verify", model, "--dataset", texts, "--junit", str(junit))
     assert code == 1 and "hold NaN or infinity" in err
     (failure,) = ElementTree.parse(junit).getroot().iter("failure")
     assert "NaN" in failure.get("message", "")
@@ -396,7 +385,7 @@ def test_an_interrupt_leaves_a_partial_report(
     files = ["--report", str(tmp_path / "r.json"), "--junit", str(tmp_path / "j.xml")]
     with monkeypatch.context() as patch:
         interrupt_after(patch, 5, "verifying")
-        code, _, err = call(capsys, str(tiny()), "--dataset", texts, *files, *LOOSE)
+        code, _, err = call_flat(capsys, "verify", str(tiny()), "--dataset", texts, *files, *LOOSE)
     assert code == 130 and "all numbers below are partial" in err and "mean KL" in err
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["partial"] and not report["ok"]
@@ -406,7 +395,7 @@ def test_an_interrupt_leaves_a_partial_report(
     assert failed == ["complete"]
     with monkeypatch.context() as patch:
         interrupt_after(patch, 1, "tokenising")
-        code, _, err = call(capsys, str(tiny()), "--dataset", texts)
+        code, _, err = call_flat(capsys, "verify", str(tiny()), "--dataset", texts)
     assert code == 130 and "partial" not in err and "perplexity" not in err
     with monkeypatch.context() as patch:  # of the checks, what was finished stays
         interrupt_after(patch, 22, "generating")
@@ -438,14 +427,14 @@ def test_report_files(
 ) -> None:
     place = tmp_path / "r.json"
     args = [str(tiny()), "--dataset", texts, *LOOSE, "--report", str(place)]
-    code, out, _ = call(capsys, *args, "--json")
+    code, out, _ = call_flat(capsys, "verify", *args, "--json")
     report = json.loads(place.read_text())
     assert code == 0 and report == json.loads(out)
     assert report["schema"] == 1 and report["command"].startswith("fp8calib verify ")
     assert sorted(tmp_path.iterdir()) == [place]
-    code, _, err = call(capsys, *args)
+    code, _, err = call_flat(capsys, "verify", *args)
     assert code == 2 and "exists" in err and "--overwrite" in err
-    assert call(capsys, *args, "--overwrite")[0] == 0
+    assert call_flat(capsys, "verify", *args, "--overwrite")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -474,7 +463,7 @@ def test_mistakes_get_one_line(
     args: list[str],
     message: str,
 ) -> None:
-    code, out, err = call(capsys, str(tiny()), "--dataset", texts, *args)
+    code, out, err = call_flat(capsys, "verify", str(tiny()), "--dataset", texts, *args)
     assert code == 2 and out == "" and "Traceback" not in err
     assert message in err.rpartition("error:")[2]
 

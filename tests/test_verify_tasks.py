@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import write_texts
 
 from fp8calib.cli import main
 from fp8calib.errors import DataError, UserError
@@ -69,9 +70,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": f"{n} times {n * n}"}) + "\n" for n in range(8)))
-    return str(path)
+    return str(
+        write_texts(tmp_path_factory.mktemp("data"), (f"{n} times {n * n}" for n in range(8)))
+    )
 
 
 def test_tasks_of_every_kind_native_and_fp8_in_one_go(
