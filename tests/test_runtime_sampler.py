@@ -97,8 +97,9 @@ def test_nan_logits_are_noticed() -> None:
     ("wrong", "message"),
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"temperature": -0.1}, "temperature must be 0 or more"),
-        ({"temperature": float("nan")}, "temperature must be 0 or more"),
+        ({"temperature": -0.1}, "temperature must be from 0 to 1000"),
+        ({"temperature": 1001.0}, "temperature must be from 0 to 1000"),
+        ({"temperature": float("nan")}, "temperature must be from 0 to 1000"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"top_p": 1.5}, "top_p must be above 0"),
         ({"top_k": -2}, "top_k must be 0"),
@@ -107,7 +108,11 @@ def test_nan_logits_are_noticed() -> None:
         ({"n": 0}, "n must be at least 1"),
         ({"min_p": 1.5}, "min_p must be from 0 to 1"),
         ({"min_tokens": 20, "max_tokens": 10}, "min_tokens must be from 0 to max_tokens"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"top_p": float("nan")}, "top_p must be above 0"),
+        ({"min_p": float("nan")}, "min_p must be from 0 to 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 0.001 to 1000"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty must be from 0.001 to 1000"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be from -2 to 2"),
         ({"presence_penalty": 3.0}, "presence_penalty must be from -2 to 2"),
         ({"logprobs": -1}, "logprobs must be 0 or more"),
     ],
@@ -115,6 +120,19 @@ def test_nan_logits_are_noticed() -> None:
 def test_parameters_out_of_range_are_refused(wrong: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         SamplingParams(**wrong)
+
+
+def test_the_largest_numbers_leave_logits_finite() -> None:
+    """A temperature or penalty that a request may choose never looks like a model that fails."""
+    logits = torch.tensor([[0.0, 5.0, -3.0, 65504.0, -65504.0]])
+    for temperature in (0.0, 1000.0):
+        for penalty in (0.001, 1000.0):
+            sampler = Sampler(1, 5)
+            params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
+            sampler.penalties.begin(0, [0, 1, 2, 3, 4], [])
+            for position in range(20):
+                row = SamplingRow(params, 3, position, banned=(3,))
+                assert sampler.sample(logits, [row]).wait()[0][0] in (0, 1, 2, 4)
 
 
 # --- min-p, penalties, early ends, log probabilities ---------------------------------------------
@@ -218,3 +236,15 @@ def test_log_probabilities_are_the_models_own() -> None:
     for token, value, _ in logprobs[0]:
         assert value == pytest.approx(float(expected[0, token]), abs=1e-5)
     assert [(token, rank) for token, _, rank in logprobs[2]] == [(int(logits[2].argmax()), 1)]
+
+
+@pytest.mark.parametrize("length", [7, 640, 50257, 128256])
+def test_the_likeliest_token_is_the_first_of_equals_and_nan_is_told(length: int) -> None:
+    logits = torch.randn(4, length, generator=torch.Generator().manual_seed(0))
+    logits[1, [length // 2, length - 1]] = 99.0
+    logits[2, 3] = torch.nan
+    logits[3] = -torch.inf
+    sampler = Sampler(4, length)
+    tokens = sampler.choose_likeliest(logits, torch.arange(4, dtype=torch.int32))
+    assert tokens.tolist() == [int(logits[0].argmax()), length // 2, NAN, 0]
+    assert sampler.last_tokens[:2].tolist() == tokens[:2].tolist()

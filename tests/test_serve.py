@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ TEMPLATE = (
     "{% if tools %}[{% for t in tools %}{{ t.function.name }} {% endfor %}]{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}!{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
-    "{% if mood %}({{ mood }}){% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if mood %}({{ mood }}){% endif %}"
+    "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
+    "{% for d in documents or [] %}({{ d.t }}){% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -233,11 +237,10 @@ def test_tools_and_variables_reach_the_template(client: openai.OpenAI, llm: LLM)
     tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": '{"city": "X"}'}}
     messages: Any = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    asked: Any = FIXED | {
-        "extra_body": {"ignore_eos": True, "chat_template_kwargs": {"mood": "gay"}}
-    }
+    extra = {"ignore_eos": True, "chat_template_kwargs": {"mood": "gay"}, "documents": [{"t": "D"}]}
+    asked: Any = FIXED | {"extra_body": extra, "reasoning_effort": "low"}
     answer = client.chat.completions.create(messages=messages, tools=tools, **asked)
-    text = "[weather ]<user>hello<assistant>!X(gay)<assistant>"
+    text = "[weather ]<user>hello<assistant>!X(gay)(low)(D)<assistant>"
     assert answer.choices[0].message.content == llm.generate(text, GREEDY)[0].outputs[0].text
     without = client.chat.completions.create(
         messages=HELLO, tools=tools, tool_choice="none", **FIXED
@@ -304,16 +307,51 @@ def test_a_client_that_goes_away_frees_its_pages(running: Running, stream: bool,
     prompt: Any = {"prompt": ["a", "b"]} if path == "completions" else {"messages": HELLO}
     count = 2 if path == "completions" else 1
     body = prompt | {"max_tokens": 200, "ignore_eos": True, "stream": stream, "temperature": 0}
-    payload = json.dumps(body).encode()
     aborted = running.llm.stats.finished.get("abort", 0)
-    host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+    with open_request(running.url, body, path):
         wait_for(lambda: running.llm.stats.running == count)
     running.wait_until_idle()
     assert running.llm.stats.finished.get("abort", 0) == aborted + count
     assert not running.llm._streams
+
+
+@pytest.mark.parametrize("length", [1, 250])
+def test_a_client_that_goes_away_before_its_first_token_frees_what_it_has(
+    tiny: Tiny, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it waits behind another request, or while its prompt is computed piece by piece."""
+    model = AsyncLLM(str(tiny()), max_num_seqs=1, max_num_batched_tokens=2)
+    step, may_go_on = model.llm.engine.step, threading.Event()
+
+    def slow() -> Any:
+        may_go_on.wait(0.01)
+        return step()
+
+    monkeypatch.setattr(model.llm.engine, "step", slow)
+    first = {"prompt": "a" * length, "max_tokens": 200 if length == 1 else 1, "ignore_eos": True}
+    with serving(model, ServerSettings(["tiny"])) as server:
+        running = open_request(server.url, first)
+        wait_for(lambda: model.stats.running == 1)
+        waiting = open_request(server.url, first | {"prompt": "b"})
+        wait_for(lambda: model.stats.waiting == 1)
+        waiting.close()
+        wait_for(lambda: model.stats.waiting == 0)
+        assert model.stats.running == 1 and model.stats.finished == {"abort": 1}
+        running.close()
+        wait_for(lambda: not model.stats.running)
+        assert model.stats.finished == {"abort": 2} and not model.stats.pages_used
+        assert length == 1 or not model.stats.generated_tokens
+        may_go_on.set()
+
+
+def open_request(url: str, body: dict[str, Any], path: str = "completions") -> socket.socket:
+    """A connection on which an answer has been asked for and nothing read."""
+    payload = json.dumps(body).encode()
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
+    return connection
 
 
 def test_two_hundred_streams_at_once(running: Running, llm: LLM) -> None:

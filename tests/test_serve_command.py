@@ -19,6 +19,7 @@ from serving import wait_for
 
 from fp8calib.cli import main
 from fp8calib.cli import serve as serve_command
+from fp8calib.serve import server as server_module
 
 Tiny = Callable[..., Path]
 LONG = {"prompt": "hello", "max_tokens": 150, "ignore_eos": True, "stream": True}
@@ -101,9 +102,9 @@ def test_a_signal_lets_running_requests_finish(
     assert "KV cache: float32" in err and "Traceback" not in err
 
 
-def test_what_does_not_finish_in_time_is_given_up(
-    tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """150 steps take 15 seconds."""
     from fp8calib.runtime.engine import Engine
 
     step = Engine.step
@@ -114,21 +115,49 @@ def test_what_does_not_finish_in_time_is_given_up(
 
     monkeypatch.setattr(Engine, "step", slow)
 
+
+def no_tracebacks(caplog: pytest.LogCaptureFixture) -> bool:
+    return not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_does_not_finish_in_time_ends_with_what_it_has(
+    stream: bool, tiny: Tiny, slow_steps: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(url: str) -> tuple[float, list[dict[str, Any]]]:
+        body = LONG | {"stream": stream}
+        threading.Timer(0.5, send, [signal.SIGTERM]).start()
+        started = time.monotonic()
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            answers = streamed(response) if stream else [json.loads(response.read())]
+        return time.monotonic() - started, answers
+
+    served = Served(work, tiny(), "--drain-timeout", 1)
+    seconds, answers = served.result
+    assert served.code == 0 and seconds < 8
+    assert answers[-1]["choices"][0]["finish_reason"] == "abort"
+    assert no_tracebacks(caplog)
+
+
+def test_a_second_ctrl_c_does_not_wait(
+    tiny: Tiny, slow_steps: None, caplog: pytest.LogCaptureFixture
+) -> None:
     def work(url: str) -> float:
         started = time.monotonic()
         with (
             suppress(httpx.TransportError),
             httpx.stream("POST", f"{url}/v1/completions", json=LONG) as response,
         ):
-            send(signal.SIGTERM)
+            send(signal.SIGINT)
+            time.sleep(0.3)
+            send(signal.SIGINT)
             for _ in response.iter_lines():
                 pass
         return time.monotonic() - started
 
-    served = Served(work, tiny(), "--drain-timeout", 1)
-    assert served.code == 0
-    assert served.result < 8, "150 steps take 15 seconds"
-    assert "Traceback" not in capsys.readouterr().err
+    served = Served(work, tiny())
+    assert served.code == 130 and served.result < 8
+    assert no_tracebacks(caplog)
 
 
 def test_other_names_of_the_machine_are_refused_without_a_key(tiny: Tiny) -> None:
@@ -184,12 +213,32 @@ def test_a_busy_port_is_one_line(tiny: Tiny, capsys: pytest.CaptureFixture[str])
     assert f"--port {port}: address already in use; choose another --port" in message
 
 
+def test_an_address_taken_while_the_model_is_loaded_is_one_line(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers that start at the same time can both bind a port: only one of them listens."""
+    make_server = server_module.make_server
+
+    def meanwhile(*args: Any) -> Any:
+        other.listen()
+        return make_server(*args)
+
+    monkeypatch.setattr(server_module, "make_server", meanwhile)
+    with server_module.bind("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(SystemExit) as stop:
+            main(["serve", str(tiny()), "--port", str(port)])
+    assert stop.value.code == 2
+    assert f"--port {port}: address already in use" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
         (["--port", "70000"], "'--port'"),
         (["--max-body-size", "big"], "--max-body-size big: give a size"),
+        (["--max-body-size", "9" * 400], "give a size"),
         (["--max-n", "0"], "the limit of n must be at least 1"),
         (["--api-key", ""], "the API key is empty"),
         (["--served-model-name", ""], "name is empty"),

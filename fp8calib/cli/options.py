@@ -220,10 +220,10 @@ def memory_bytes(option: str, size: str | None) -> int | None:
     if size is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", size.strip().lower())
-    count = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
-    if count < 1:
+    count = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
+    if not 1 <= count < float("inf"):
         raise UserError(f"{option} {size}: give a size such as 8GiB, 500MB or a number of bytes")
-    return count
+    return int(count)
 
 
 def is_vllm(engine: str, ours: dict[str, bool], theirs: dict[str, bool]) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fp8calib.errors import UserError
 
 GREEDY_BELOW = 1e-5  # temperatures below it are greedy: dividing by them would overflow
+_MOST = 1000.0  # of what logits are divided or multiplied by: no more can be told from infinity
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class SamplingParams:
 
     n: completions of the prompt, each with random numbers of its own; they share its pages.
     max_tokens: the most tokens to generate; None: as many as the model's length allows.
-    min_tokens: so many tokens come before one that ends the text.
+    min_tokens: so many tokens come before one that ends the text, or a stop string may.
     temperature: 0 is greedy. top_p: the smallest set of tokens that holds this probability.
     top_k: the k most likely tokens; 0 or -1 is all.
     min_p: tokens at least this likely, as a share of the likeliest token's probability.
@@ -64,13 +65,17 @@ class SamplingParams:
             ("n", self.n >= 1, "at least 1"),
             ("max_tokens", most >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= most, "from 0 to max_tokens"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
+            ("temperature", 0 <= self.temperature <= _MOST, f"from 0 to {_MOST:g}"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k >= -1, "0 (all), -1 (all) or more"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            (
+                "repetition_penalty",
+                1 / _MOST <= self.repetition_penalty <= _MOST,
+                f"from {1 / _MOST:g} to {_MOST:g}",
+            ),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
             ("stop", all(self.stop), "texts that are not empty"),
             ("logprobs", (self.logprobs or 0) >= 0, "0 or more"),

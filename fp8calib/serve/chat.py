@@ -49,19 +49,20 @@ async def chat(
     check_request(body, model.limits)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
-    max_tokens = body.max_tokens
+    max_tokens, names = body.max_tokens, {"logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
+        names["max_tokens"] = "max_completion_tokens"
     params = sampling_params(
         body,
         model.default_sampling,
         model.limits,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        logprobs_field="top_logprobs",
+        names=names,
     )
     prompt = await asyncio.to_thread(_prompt, model, body)
-    model.check_length(prompt, max_tokens)
+    model.check_length(prompt, max_tokens, "messages")
     tally = Tally()
     deltas = generate(model.llm, [prompt], params, tally)
     if body.stream:
@@ -83,16 +84,15 @@ async def chat(
 
 def _prompt(model: ServedModel, body: ChatCompletionRequest) -> list[int]:
     """Token ids of the conversation."""
-    tools = None if body.tool_choice == "none" else body.tools
-    if tools and body.tool_choice not in (None, "auto"):
+    if body.tool_choice not in (None, "auto", "none"):
         raise APIError("tool_choice: only auto and none are supported", param="tool_choice")
     _, token_ids = render_chat(
         model.tokenizer,
         [_message(message) for message in body.messages],
-        tools=tools,
+        tools=None if body.tool_choice == "none" else body.tools,
         add_generation_prompt=_add_generation_prompt(body),
         continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs,
+        variables=body.template_variables,
     )
     return token_ids
 
@@ -128,11 +128,11 @@ def _text(content: str | list[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.type != "text" or part.text is None:
-            raise APIError(
-                f"messages: a content part of type {part.type!r}; this server takes text alone",
-                param="messages",
-            )
+        if part.type != "text":
+            what = f"a content part of type {part.type!r}; this server takes text alone"
+            raise APIError(f"messages: {what}", param="messages")
+        if part.text is None:
+            raise APIError("messages: a text part without its text", param="messages")
     return "\n".join(part.text or "" for part in content)
 
 

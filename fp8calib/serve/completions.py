@@ -57,14 +57,15 @@ async def complete(
 
 
 def _sampling(model: ServedModel, body: CompletionRequest) -> SamplingParams:
-    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        max_tokens = min(_DEFAULT_MAX_TOKENS, model.limits.max_tokens or _DEFAULT_MAX_TOKENS)
     params = sampling_params(
         body,
         model.default_sampling,
         model.limits,
         max_tokens=max_tokens + int(bool(body.echo) and max_tokens == 0),
         logprobs=body.logprobs,
-        logprobs_field="logprobs",
     )
     return replace(params, prompt_logprobs=body.logprobs) if body.echo else params
 

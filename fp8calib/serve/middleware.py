@@ -1,11 +1,14 @@
-"""What is checked before a request is read: its Host, the API key, the size of its body."""
+"""What is checked before a request is read: its Host, the API key, the size of its body; and how
+a cancelled one ends."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -55,6 +58,18 @@ class RequireKey:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+class EndCancelled:
+    """Lets a request that the server cancels, because it has to end, end like any other: to
+    uvicorn it would be an error, with a traceback in the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(asyncio.CancelledError):
+            await self.app(scope, receive, send)
 
 
 class LimitBody:

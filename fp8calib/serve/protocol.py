@@ -1,7 +1,7 @@
 """Requests and answers of OpenAI's API, with the extra sampling fields that vLLM takes.
 
 Fields that are not known are ignored, as vLLM does; those that are known and would change the
-answer, but are not supported, are refused (NOT_SUPPORTED).
+answer, but are not supported or belong to the other endpoint, are refused (NOT_SUPPORTED).
 """
 
 from __future__ import annotations
@@ -20,17 +20,30 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "best_of": (None, 1),
     "chat_template": (None,),
+    "detokenize": (None, True),
     "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
     "include_stop_str_in_output": (None, False),
+    "length_penalty": (None, 1),
     "logit_bias": (None, {}),
+    "logits_processors": (None, []),
     "modalities": (None, ["text"]),
     "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
     "response_format": (None, {"type": "text"}),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
     "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
 
 
@@ -118,6 +131,15 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template may read besides messages and tools."""
+        named = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
+        given = {name: value for name, value in named.items() if value is not None}
+        return given | (self.chat_template_kwargs or {})
 
 
 def _optional() -> Any:
@@ -157,14 +179,17 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
-class CompletionChoice(BaseModel):
+class _Choice(BaseModel):
     """`stop_reason`, as vLLM has it: the stop string or token id that ended the completion."""
 
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+
+class CompletionChoice(_Choice):
+    text: str
+    logprobs: CompletionLogprobs | None = None
 
 
 class AssistantMessage(BaseModel):
@@ -173,12 +198,9 @@ class AssistantMessage(BaseModel):
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
-    index: int
+class ChatChoice(_Choice):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
 
 
 class ChatDelta(BaseModel):
@@ -186,49 +208,45 @@ class ChatDelta(BaseModel):
     content: str | None = _optional()
 
 
-class ChatChunkChoice(BaseModel):
-    index: int
+class ChatChunkChoice(_Choice):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
 
 
 def _now() -> int:
     return int(time.time())
 
 
-class Completion(BaseModel):
+class _Answer(BaseModel):
+    created: int = Field(default_factory=_now)
+    model: str
+    usage: Usage | None = _optional()
+
+
+class Completion(_Answer):
     """The answer of /v1/completions, and each event of its stream."""
 
     id: str = Field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     object: Literal["text_completion"] = "text_completion"
-    created: int = Field(default_factory=_now)
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = _optional()
 
 
-class ChatCompletion(BaseModel):
+class _ChatAnswer(_Answer):
+    id: str = Field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+
+
+class ChatCompletion(_ChatAnswer):
     """The answer of /v1/chat/completions."""
 
-    id: str = Field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     object: Literal["chat.completion"] = "chat.completion"
-    created: int = Field(default_factory=_now)
-    model: str
     choices: list[ChatChoice]
-    usage: Usage | None = _optional()
 
 
-class ChatCompletionChunk(BaseModel):
+class ChatCompletionChunk(_ChatAnswer):
     """An event of the stream of /v1/chat/completions."""
 
-    id: str = Field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int = Field(default_factory=_now)
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = _optional()
 
 
 class ModelCard(BaseModel):

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fp8calib.errors import UserError
 from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.serve.errors import APIError
-from fp8calib.serve.protocol import NOT_SUPPORTED, GenerationRequest
+from fp8calib.serve.protocol import (
+    NOT_SUPPORTED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from fp8calib.serve.settings import Limits
 
 _FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "ignore_eos"),
 )
+_OTHERS = {
+    CompletionRequest: ChatCompletionRequest.model_fields,
+    ChatCompletionRequest: CompletionRequest.model_fields,
+}
+"""The fields that only a request of the other kind has: here they are extra ones."""
 
 
 def check_request(request: GenerationRequest, limits: Limits) -> None:
     """Raise APIError for what is not supported, or is more than a request may ask for."""
-    for name, harmless in NOT_SUPPORTED.items():
-        value = (request.model_extra or {}).get(name)
-        if value not in harmless:
+    for name, value in (request.model_extra or {}).items():
+        if value not in NOT_SUPPORTED.get(name, (value,)):
             raise APIError(f"{name} is not supported by this server", param=name)
+        if value and name in _OTHERS[type(request)]:
+            raise APIError(f"{name} is a field of the other endpoint", param=name)
     if request.stream_options is not None and not request.stream:
         raise APIError("stream_options needs stream: true", param="stream_options")
     _at_most("n", request.n, limits.n)
@@ -45,22 +57,24 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    logprobs_field: str,
+    names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
     """The parameters of one request.
 
     Args:
         defaults: fields that hold where the request is silent.
         max_tokens: of the request, or the endpoint's default; None is what the model allows.
-        logprobs: alternatives to each token; `logprobs_field` is what the request calls them.
+        logprobs: alternatives to each token.
+        names: what the request calls a field, where it is another name than SamplingParams'.
 
     Raises:
         APIError: more than the limits allow, or a value out of its range.
     """
+    names = names or {}
     if max_tokens is None:
         max_tokens = limits.max_tokens
-    _at_most("max_tokens", max_tokens, limits.max_tokens)
-    _at_most(logprobs_field, logprobs, limits.logprobs)
+    _at_most(names.get("max_tokens", "max_tokens"), max_tokens, limits.max_tokens)
+    _at_most(names.get("logprobs", "logprobs"), logprobs, limits.logprobs)
     given = {name: getattr(request, name) for name in _FIELDS}
     chosen = defaults | {name: value for name, value in given.items() if value is not None}
     chosen.setdefault("temperature", 1.0)
@@ -69,9 +83,11 @@ def sampling_params(
             **chosen,
             max_tokens=max_tokens,
             seed=None if request.seed is None else request.seed % 2**63,
-            stop=request.stop or (),
+            stop=() if request.stop is None else request.stop,
             stop_token_ids=request.stop_token_ids or (),
             logprobs=logprobs,
         )
     except UserError as problem:
-        raise APIError(str(problem), param=str(problem).split()[0]) from None
+        field, _, what = str(problem).partition(" ")
+        field = names.get(field, field)
+        raise APIError(f"{field} {what}", param=field) from None

@@ -67,13 +67,16 @@ class ServedModel:
 
         return await asyncio.to_thread(run)
 
-    def check_length(self, prompt: Sequence[int], max_tokens: int | None) -> None:
-        """Raise APIError where a prompt, with the tokens asked for, does not fit."""
+    def check_length(
+        self, prompt: Sequence[int], max_tokens: int | None, field: str = "prompt"
+    ) -> None:
+        """Raise APIError where a prompt, with the tokens asked for, does not fit. `field` is where
+        the request has it."""
         most = self.limits.prompt_tokens
         if most is not None and len(prompt) > most:
             raise APIError(
                 f"a prompt has {len(prompt)} tokens, more than this server's limit of {most}",
-                param="prompt",
+                param=field,
                 code="context_length_exceeded",
             )
         if len(prompt) + (max_tokens or 1) > self.max_model_len:
@@ -81,6 +84,6 @@ class ServedModel:
             raise APIError(
                 f"a prompt has {len(prompt)} tokens{asked}; together at most "
                 f"{self.max_model_len} fit",
-                param="prompt" if len(prompt) >= self.max_model_len else "max_tokens",
+                param=field if len(prompt) >= self.max_model_len else "max_tokens",
                 code="context_length_exceeded",
             )
