@@ -102,8 +102,10 @@ def test_sampling_options(chat: Callable[..., Any], llm: LLM) -> None:
     ("text", "args", "message"),
     [
         ("/nonsense\n", (), "unknown command /nonsense"),
-        ("x" * 300, (), "a prompt has"),
-        ("", ("--temperature", "-1"), "temperature must be 0 or more"),
+        ("x" * 300, (), "with an answer, 256 fit: say less, or begin anew with /reset"),
+        ("caf\udce9\n", (), "a text is not Unicode"),
+        ("", ("--system", "caf\udce9"), "a text is not Unicode"),
+        ("", ("--temperature", "-1"), "temperature must be from 0 to 1000"),
         ("", ("--kv-cache-memory", "1"), "KV cache hold 0 tokens"),
     ],
 )
@@ -123,7 +125,7 @@ def test_a_wrong_number_is_told_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr("fp8calib.runtime.llm.LLM", None)
     code, out, err = chat("hello\n", "--temperature", "-1")
-    assert (code, out, err) == (2, "", "error: temperature must be 0 or more, got -1.0\n")
+    assert (code, out, err) == (2, "", "error: temperature must be from 0 to 1000, got -1.0\n")
 
 
 def test_a_refused_system_message_leaves_the_old_one(tiny: Tiny) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import call
 from made_scales import calibrated, rewritten
 
 from fp8calib import LLM, SamplingParams
@@ -23,15 +24,6 @@ from fp8calib.runtime.loader import load
 Tiny = Callable[..., Path]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 FIXED = ("--max-tokens", "12", "--ignore-eos")
-
-
-def call(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    """Run a command in this process: exit code, stdout, stderr."""
-    with pytest.raises(SystemExit) as stop:
-        main(list(map(str, args)))
-    out, err = capsys.readouterr()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code, out, err
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
@@ -316,6 +308,7 @@ def test_compare_of_an_fp8_cache_that_changes_nothing(
         ([], "there is nothing to compare: both caches would be native"),
         (["--kv-cache-dtype", "fp8", "-n", "2"], "one answer to each prompt"),
         (["--kv-cache-dtype", "fp8", "--max-model-len", "4"], "a prompt has"),
+        (["--kv-cache-dtype", "fp8", "--logprobs", "1"], "--logprobs is shown by --json alone"),
     ],
 )
 def test_compare_refuses(
@@ -426,10 +419,14 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (["-p", "a", "--attention", "exact"], "unknown attention 'exact'"),
     (["-p", "a", "--missing-scales", "zero"], "unknown --missing-scales 'zero'"),
     (["-p", "a", "--kv-cache-dtype", "fp8", "--skip-layers", "9"], "no attention layer 9"),
-    (["-p", "a", "--temperature", "-1"], "temperature must be 0 or more"),
+    (["-p", "a", "--temperature", "-1"], "temperature must be from 0 to 1000"),
     (["-p", "a", "--max-model-len", "1000"], "this model can do 256 tokens at most"),
     (["-p", "a", "--device", "tpu"], "unknown device 'tpu'"),
     (["-p", "a" * 300], "a prompt has 300 tokens; with an answer, 256 fit"),
+    (["-p", "a", "-p", "a" * 300, "-p", "b"], "prompt 2 of 3: a prompt has 300 tokens"),
+    (["-p", "a", "--logprobs", "1"], "--logprobs is shown by --json alone"),
+    (["-p", "a", "--skip-layers", "7"], "there is no attention layer 7"),
+    (["-p", "a", "--kv-cache-memory", "9" * 400], "give a size such as 8GiB"),
     (["-p", ""], "a prompt is empty"),
     (["--prompts", "/nowhere/prompts.txt"], "/nowhere/prompts.txt: No such file"),
 ]
@@ -451,6 +448,7 @@ def test_mistakes_are_one_line_and_exit_2(
     [
         ("none.txt", "\n \n", "holds no prompt"),
         ("bad.jsonl", '"one"\n{"prompt"\n', "bad.jsonl, line 2 is not JSON"),
+        ("list.json", '["one", "two"]', "list.json: prompts are read from text, one a line, or"),
         ("other.jsonl", '{"text": "a"}\n', "line 1 is neither a string nor an object"),
     ],
 )

@@ -67,6 +67,15 @@ def test_deltas_of_many_tasks_add_up_to_what_llm_gives(engine: AsyncLLM, tiny: T
     assert engine.stats.time_to_first_token.count == 40
 
 
+def test_a_prompts_log_probabilities_come_once(engine: AsyncLLM, tiny: Tiny) -> None:
+    params = greedy(5, n=2, prompt_logprobs=1)
+    news = asyncio.run(collect(engine.generate("a prompt", params)))
+    whole = LLM(str(tiny("llama"))).generate("a prompt", params)[0].prompt_logprobs
+    assert whole is not None and news[0].prompt_logprobs is not None
+    assert [p and p.keys() for p in news[0].prompt_logprobs] == [p and p.keys() for p in whole]
+    assert len(news) > 1 and all(output.prompt_logprobs is None for output in news[1:])
+
+
 def test_what_cannot_run_is_refused_at_the_first_step(engine: AsyncLLM) -> None:
     async def first(**arguments: Any) -> None:
         await anext(engine.generate(**arguments))

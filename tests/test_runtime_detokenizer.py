@@ -56,6 +56,20 @@ def test_special_tokens_are_left_out(smollm2_tokenizer: Any) -> None:
     assert "".join(stream(smollm2_tokenizer, [*hello, 2, 1, *hello])) == "hellohello"
 
 
+@pytest.mark.parametrize("token", [1, 130])
+def test_what_is_no_text_does_not_pile_up(smollm2_tokenizer: Any, token: int) -> None:
+    """A special token, or half a character, again and again: each step decodes a few tokens."""
+    hello = smollm2_tokenizer("hello")["input_ids"]
+    ids = [*hello, *[token] * 300, *smollm2_tokenizer(" wörld")["input_ids"]]
+    assert "\ufffd" in decode(smollm2_tokenizer, [130])
+    assert "".join(stream(smollm2_tokenizer, ids)) == decode(smollm2_tokenizer, ids)
+    detokenizer, longest = Detokenizer(smollm2_tokenizer, hello), 0
+    for one in ids:
+        detokenizer.add(one)
+        longest = max(longest, len(detokenizer._window))
+    assert longest < 80
+
+
 def test_leading_space_of_sentencepiece_is_kept_after_a_prompt() -> None:
     """Such tokenizers drop the space of a text's first word: the answer's first is not that."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -88,6 +102,13 @@ def test_stop_strings(
     assert [stops.add(piece) for piece in pieces] == shown
     assert stops.found == found
     assert stops.add("more") == "" if found else stops.finish() == ""
+
+
+def test_a_stop_string_that_is_complete_too_early_is_none() -> None:
+    stops = StopStrings(["ab", "ba"])
+    shown = [stops.add(piece, may_end=False) for piece in ("xa", "b")]
+    assert shown == ["x", "a"] and stops.found is None
+    assert (stops.add("a"), stops.found) == ("", "ba"), "one may begin before it may end"
 
 
 @given(

@@ -197,6 +197,11 @@ def test_a_cache_too_small_is_refused_or_limits_the_length(llama: LoadedModel) -
     engine = Engine(llama, EngineConfig(kv_cache_memory_bytes=memory))
     assert engine.max_model_len == 64
     assert engine.warnings == ["sequences are limited to 64 tokens by the cache's memory"]
+    vast = EngineConfig(
+        kv_cache_memory_bytes=2**60, max_num_seqs=2**40, max_num_batched_tokens=2**41
+    )
+    with pytest.raises(UserError, match="GB of KV cache cannot be had on cpu"):
+        Engine(llama, vast)
     with pytest.raises(UserError, match="max_model_len 300: this model can do 256 tokens at most"):
         Engine(llama, EngineConfig(max_model_len=300))
 
@@ -240,6 +245,15 @@ def test_min_tokens_puts_off_the_end(llama: LoadedModel) -> None:
     token = whole.output_token_ids[3]
     stopped = run_one(llama, "hello", stop_token_ids=[token], min_tokens=9)
     assert token not in stopped.output_token_ids[:9]
+
+
+def test_min_tokens_puts_off_stop_strings(llama: LoadedModel) -> None:
+    whole = run_one(llama, "hello")
+    letter = next(c for c in whole.text[:4] if c.isprintable())
+    early = run_one(llama, "hello", stop=letter)
+    later = run_one(llama, "hello", stop=letter, min_tokens=12)
+    assert len(early.output_token_ids) < 12 < len(later.output_token_ids)
+    assert whole.text.startswith(later.text) and letter in later.text
 
 
 @pytest.mark.parametrize("budget", [7, 2048])

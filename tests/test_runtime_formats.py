@@ -387,6 +387,9 @@ def test_skip_layers_of_the_user_beat_the_recorded_ones(tiny: Tiny, tmp_path: Pa
     assert (choice.skip_layers, choice.recorded) == (["1"], False)
     assert choose_kv_format(loaded, skip_layers=[]).kv_format.fp8_layers == {0, 1}
     native = choose_kv_format(loaded, "bfloat16")
-    assert (native.skip_layers, native.recorded) == ([], False)
-    with pytest.raises(UserError, match="there is no attention layer 7"):
-        choose_kv_format(loaded, skip_layers=["7"])
+    assert (native.skip_layers, native.recorded, native.warnings) == ([], False, [])
+    useless = choose_kv_format(loaded, "bfloat16", skip_layers=["0"])
+    assert useless.skip_layers == [] and "skip layers change nothing" in useless.warnings[0]
+    for word in ("auto", "bfloat16"):
+        with pytest.raises(UserError, match="there is no attention layer 7"):
+            choose_kv_format(loaded, word, skip_layers=["7"])

@@ -52,10 +52,21 @@ class Conversation:
 
     def answer(self, text: str) -> Iterator[RequestOutput]:
         """The answer as it grows. It ends early once `stopped` is set; what there is of it is kept
-        as the model's turn."""
+        as the model's turn.
+
+        Raises:
+            UserError: the conversation has become longer than the model or its cache can hold.
+        """
         self.stopped = False
         output = None
-        stream = self.llm.stream(self.llm.render_chat(self._messages(text)), self._params)
+        prompt = self.llm.render_chat(self._messages(text))
+        length, most = len(prompt["prompt_token_ids"]), self.llm.max_model_len
+        if length >= most:
+            raise UserError(
+                f"the conversation has {length} tokens; with an answer, {most} fit: say less, or "
+                "begin anew with /reset"
+            )
+        stream = self.llm.stream(prompt, self._params)
         try:
             for output in stream:
                 yield output

@@ -43,6 +43,8 @@ def _from_file(file: Path) -> Iterator[str]:
     except (OSError, UnicodeDecodeError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
         raise UserError(f"{file}: {reason}") from None
+    if file.suffix == ".json":
+        raise UserError(f"{file}: prompts are read from text, one a line, or from .jsonl")
     found = False
     # not splitlines: that also splits at form feeds and other characters inside a line
     for number, line in enumerate(text.split("\n"), 1):

@@ -145,6 +145,10 @@ def run(
         "--tensor-parallel-size": tensor_parallel_size is not None,
     }
     use_vllm = options.is_vllm(engine, ours, theirs)
+    if logprobs is not None and (compare or not json):
+        from fp8calib.errors import UserError
+
+        raise UserError("--logprobs is shown by --json alone, and not with --compare")
     texts = read_prompts(prompt, prompts)
     resolve_model(model)  # a wrong name is told before torch is loaded
     if use_vllm:

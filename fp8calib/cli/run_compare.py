@@ -12,6 +12,7 @@ from fp8calib.runtime.chat_template import render_chat
 from fp8calib.runtime.config import EngineConfig
 from fp8calib.runtime.loader import load
 from fp8calib.runtime.sampling_params import SamplingParams
+from fp8calib.runtime.tokenize import tokenize
 
 
 def run_compare(
@@ -44,7 +45,7 @@ def run_compare(
 def _token_ids(tokenizer: Any, text: str, chat: bool) -> list[int]:
     if chat:
         return render_chat(tokenizer, [{"role": "user", "content": text}])[1]
-    return tokenizer(text, verbose=False)["input_ids"]
+    return tokenize(tokenizer, text)
 
 
 def _show(found: Comparison) -> None:

@@ -76,7 +76,8 @@ class AsyncLLM:
         """Complete a prompt, and yield what is new as it comes.
 
         Each RequestOutput holds, for each completion in order of its index, the text, token ids
-        and log probabilities that were not yielded before; any of them may be empty.
+        and log probabilities that were not yielded before; any of them may be empty. Those of the
+        prompt come with the first output.
         finish_reason is set once a completion has ended, `finished` on the last output. Closing
         the generator, or cancelling the task, aborts the request and frees its pages.
 

@@ -25,7 +25,8 @@ def make_store(
     """The pages of an engine, and the most tokens of a sequence that they allow.
 
     Raises:
-        UserError: nothing fits, or fewer tokens than the `max_model_len` that was asked for.
+        UserError: nothing fits, fewer tokens than the `max_model_len` that was asked for, or more
+            than the device has memory for.
     """
     device = loaded.model.device
     on_gpu = device.type == "cuda"
@@ -44,10 +45,18 @@ def make_store(
     )
     if tokens == 0 or tokens < min(max_model_len, config.max_model_len or 0):
         raise UserError(
-            f"{memory / 1e6:,.0f} MB of KV cache hold {tokens} tokens, fewer than "
+            f"{memory / 1e6:,.2f} MB of KV cache hold {tokens} tokens, fewer than "
             f"max_model_len {max_model_len}; give more memory or a smaller length"
         )
-    store = KVStore(loaded.layers, kv_format, num_blocks, block_size, device)
+    try:
+        store = KVStore(loaded.layers, kv_format, num_blocks, block_size, device)
+    except RuntimeError as problem:  # OutOfMemoryError on a GPU is one
+        if "allocate" not in str(problem):
+            raise
+        raise UserError(
+            f"{memory / 1e9:,.2f} GB of KV cache cannot be had on {device}; use a smaller "
+            "--kv-cache-memory, --max-model-len or --max-num-seqs"
+        ) from None
     return store, min(tokens, max_model_len)
 
 

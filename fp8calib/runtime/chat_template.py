@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from fp8calib.errors import UserError
+from fp8calib.runtime.tokenize import tokenize
 
 Message = Mapping[str, Any]
 
@@ -31,8 +32,8 @@ def render_chat(
         variables: more names that the template may read.
 
     Raises:
-        UserError: there is no template, it refuses the conversation, or a variable has the name of
-            an option of transformers.
+        UserError: there is no template, it refuses the conversation, a variable has the name of an
+            option of transformers, or a text is no Unicode.
     """
     if not tokenizer.chat_template:
         raise UserError("this model's tokenizer has no chat template; use plain prompts")
@@ -51,7 +52,7 @@ def render_chat(
     except _REFUSALS as problem:
         raise UserError(f"the chat template refuses the conversation: {problem}") from problem
     # The template has written every special token there is to be.
-    return text, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return text, tokenize(tokenizer, text, add_special_tokens=False)
 
 
 # A template is code over values that a client chose: these are what it can run into.

@@ -8,6 +8,7 @@ from typing import Any
 _CONTEXT = 8  # tokens of the prompt: what a tokenizer writes for a token can depend on those before
 _INCOMPLETE = "\ufffd"  # what decoding gives for the bytes of an unfinished character
 _MAX_INCOMPLETE = 3  # of a character's at most four bytes, three can be there without the last
+_MAX_UNSETTLED = 64  # tokens without text, or bytes that make no characters, could go on forever
 
 
 class Detokenizer:
@@ -30,6 +31,9 @@ class Detokenizer:
             self._window = self._window[self._settled :]
             self._settled = len(self._window)
             self._given = self._decode(self._window)
+        elif len(self._window) > self._settled + _MAX_UNSETTLED:
+            self._window = self._window[: self._settled] + self._window[-_CONTEXT:]
+            self._given = _certain(self._decode(self._window))
         return new
 
     def finish(self) -> str:
@@ -72,12 +76,13 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
-    def add(self, text: str) -> str:
-        """The part of `text`, and of what was held back, that is surely before any stop string."""
+    def add(self, text: str, may_end: bool = True) -> str:
+        """The part of `text`, and of what was held back, that is surely before any stop string.
+        One that is complete before the text `may_end` is none."""
         if self.found is not None:
             return ""
         text = self._held + text
-        hits = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        hits = [(text.find(stop), stop) for stop in self._stop if may_end and stop in text]
         if hits:
             where, self.found = min(hits)
             self._held = ""

@@ -30,6 +30,7 @@ from fp8calib.runtime.sampler import NAN, Sampler
 from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.runtime.scheduler import Scheduler
 from fp8calib.runtime.support import length_dependent_rope
+from fp8calib.runtime.tokenize import tokenize
 from fp8calib.scales import ScaleSet, problems, require
 
 
@@ -122,8 +123,8 @@ class Engine:
         token ids (with the text they stand for, if there is one).
 
         Raises:
-            UserError: an empty prompt, one that leaves no room for an answer, a token id that the
-                model does not know, or more log probabilities than max_logprobs.
+            UserError: a prompt that is empty, no Unicode, or leaves no room for an answer, a token
+                id that the model does not know, or more log probabilities than max_logprobs.
         """
         ids = self.tokenize(prompt or "") if prompt_token_ids is None else list(prompt_token_ids)
         self.check_prompt(ids)
@@ -168,7 +169,7 @@ class Engine:
         return request
 
     def tokenize(self, prompt: str) -> list[int]:
-        return list(self.loaded.tokenizer(prompt, verbose=False)["input_ids"])
+        return tokenize(self.loaded.tokenizer, prompt)
 
     def _check_params(self, params: SamplingParams) -> None:
         most = self.config.max_logprobs
@@ -260,6 +261,7 @@ class Engine:
             else:
                 if logprobs is not None:
                     request.logprobs.append(logprobs)
+                    request.cumulative_logprob += logprobs[0][1]
                 request.append(token)
                 self.stats.note_token(now, request.arrival_time, request.last_token_time)
                 request.last_token_time = now

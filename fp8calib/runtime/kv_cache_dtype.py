@@ -111,7 +111,13 @@ def choose_kv_format(
                 f"--attention fp8 needs an FP8 cache, and this one is "
                 f"{_name(NATIVE_WORDS.get(word, model_dtype))}; add --kv-cache-dtype fp8"
             )
-        return KVChoice(KVFormat(NATIVE_WORDS.get(word, model_dtype)), [], False, warnings)
+        native = NATIVE_WORDS.get(word, model_dtype)
+        if skip_layers is not None and resolve_skip_layers(skip_layers, layers)[0]:
+            warnings.append(
+                f"skip layers change nothing: the whole cache is {_name(native)}; for FP8 in the "
+                "others, add --kv-cache-dtype fp8"
+            )
+        return KVChoice(KVFormat(native), [], False, warnings)
     recorded = skip_layers is None
     if skip_layers is None:
         skip_layers = checkpoint.recorded_skip_layers

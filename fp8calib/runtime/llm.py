@@ -117,7 +117,7 @@ class LLM:
         finally:
             self._abort(groups)
 
-    def render_chat(self, messages: Sequence[Message]) -> Prompt:
+    def render_chat(self, messages: Sequence[Message]) -> dict[str, Any]:
         """The prompt that the tokenizer's chat template makes of a conversation.
 
         Raises:
@@ -140,6 +140,11 @@ class LLM:
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
                 groups.append(self._add_one(prompt, params))
+        except UserError as problem:
+            self._abort(groups)
+            if len(prompts) == 1:
+                raise
+            raise UserError(f"prompt {len(groups) + 1} of {len(prompts)}: {problem}") from None
         except BaseException:
             self._abort(groups)
             raise

@@ -61,21 +61,27 @@ class RequestOutput:
 
     @classmethod
     def new_of(cls, group: RequestGroup, decode: Callable[[int], str]) -> RequestOutput:
-        """What has come since this was called last; it is remembered as given out."""
+        """What has come since this was called last; it is remembered as given out. The prompt's log
+        probabilities come with the first tokens alone."""
+        is_first = not any(request.tokens_given for request in group.requests)
         outputs = []
         for request in group.requests:
             outputs.append(_completion(request, decode, request.tokens_given, request.text_given))
             request.tokens_given = len(request.output_token_ids)
             request.text_given = len(request.text)
-        return cls._of(group, outputs, decode)
+        return cls._of(group, outputs, decode if is_first else None)
 
     @classmethod
     def _of(
-        cls, group: RequestGroup, outputs: list[CompletionOutput], decode: Callable[[int], str]
+        cls,
+        group: RequestGroup,
+        outputs: list[CompletionOutput],
+        decode: Callable[[int], str] | None,
     ) -> RequestOutput:
+        """`decode` is None where the prompt's log probabilities are not wanted."""
         first = group.requests[0]
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        if first.params.prompt_logprobs is not None:
+        if decode is not None and first.params.prompt_logprobs is not None:
             prompt_logprobs = [None, *(_named(entry, decode) for entry in first.prompt_logprobs)]
         return cls(
             request_id=group.request_id,
@@ -101,7 +107,7 @@ def _completion(
         logprobs=[_named(entry, decode) for entry in request.logprobs[first_token:]]
         if wanted
         else None,
-        cumulative_logprob=sum(entry[0][1] for entry in request.logprobs) if wanted else None,
+        cumulative_logprob=request.cumulative_logprob if wanted else None,
     )
 
 

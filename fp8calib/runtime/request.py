@@ -23,8 +23,8 @@ class Request:
     will once the step that runs is done. max_tokens: of output, with the model's length in view.
     slot: its place among the running requests. block_hashes: of its full blocks, as far as they
     were needed; num_cached_blocks: how many of its blocks others can find.
-    text: what may be shown of the output. logprobs: of each token of the output; prompt_logprobs:
-    of each of the prompt but the first.
+    text: what may be shown of the output. logprobs: of each token of the output, and their sum;
+    prompt_logprobs: of each of the prompt but the first.
     finish_reason: None while it runs, then "stop", "length" or "abort"; stop_reason: the stop
     string or token id that ended it, None for the end-of-text token; error: what made it fail.
     num_cached_tokens: of the prompt, those found in the cache. arrival_time, last_token_time:
@@ -50,6 +50,7 @@ class Request:
     num_cached_blocks: int = 0
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -93,15 +94,17 @@ class Request:
     def append(self, token_id: int) -> None:
         """Take in the next token: extend the text and see whether the request is done."""
         self.token_ids.append(token_id)
+        count = len(self.token_ids) - len(self.prompt_token_ids)
         if token_id in self.eos_token_ids and not self.params.ignore_eos:
             self._finish("stop")
         elif token_id in self.params.stop_token_ids:
             self._finish("stop", token_id)
         else:
-            self.text += self.stop_strings.add(self.detokenizer.add(token_id))
+            text = self.detokenizer.add(token_id)
+            self.text += self.stop_strings.add(text, may_end=count > self.params.min_tokens)
             if self.stop_strings.found is not None:
                 self.finish_reason, self.stop_reason = "stop", self.stop_strings.found
-            elif len(self.token_ids) - len(self.prompt_token_ids) >= self.max_tokens:
+            elif count >= self.max_tokens:
                 self._finish("length")
 
     def _finish(self, reason: str, stop_reason: int | None = None) -> None:
