@@ -7,7 +7,6 @@ instead of many, and products of the same input become one. Attention stays the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,9 +14,6 @@ from transformers import PreTrainedModel
 from fp8calib.layers import LayerSpec
 from fp8calib.runtime.merged_projections import merge_projections
 from fp8calib.runtime.paged_attention import LAYER_NUMBER
-
-INDUCTOR_OPTIONS: dict[str, Any] = {}
-"""Of torch.compile's own code generator, beyond what it does by default."""
 
 
 def compile_layers(
@@ -27,7 +23,6 @@ def compile_layers(
     they run first; for one token, and for any number of them."""
     merge_projections(model, layers)
     modules = dict(model.named_modules())
-    options = INDUCTOR_OPTIONS if backend == "inductor" else None
     for layer in layers:
         setattr(modules[layer.name], LAYER_NUMBER, torch.tensor(layer.index))
-        modules[layer.name.rpartition(".")[0]].compile(backend=backend, options=options)
+        modules[layer.name.rpartition(".")[0]].compile(backend=backend)
