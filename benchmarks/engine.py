@@ -268,34 +268,44 @@ def throughput(loaded: LoadedModel, args: argparse.Namespace) -> dict[str, float
         info(f"throughput, {word}: {rate:,.0f} tokens/s")
         del engine
         torch.cuda.empty_cache()
-    if not args.skip_transformers:
+    for attention in args.transformers_attention:
         with torch.inference_mode(False):
-            theirs = transformers_throughput(args.layers, prompts)
-        result["transformers tokens/s"] = theirs
+            theirs = transformers_throughput(args.layers, prompts, attention)
+        result[f"transformers, {attention}, tokens/s"] = theirs
+        info(f"throughput, transformers, {attention}: {theirs:,.0f} tokens/s")
         for word in FORMATS:
-            result[f"{word} over transformers"] = result[f"{word} tokens/s"] / theirs
+            result[f"{word} over transformers, {attention}"] = result[f"{word} tokens/s"] / theirs
     return result
 
 
-def transformers_throughput(layers: int, prompts: list[list[int]]) -> float:
-    """Continuous batching of transformers' own, with a model like ours as it comes."""
+def transformers_throughput(layers: int, prompts: list[list[int]], attention: str) -> float:
+    """Continuous batching of transformers' own, with a model like ours as it comes. What it sets up
+    (cache, CUDA graphs) is kept from the warm-up on; prompts are not cached, nor are they by us."""
     from llama_shape import make_model
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = make_model(layers)
-    model.set_attn_implementation("paged|sdpa")
+    model.set_attn_implementation(f"paged|{attention}")
     settings = GenerationConfig(do_sample=False, eos_token_id=-1)
+    batching = ContinuousBatchingConfig(allow_block_sharing=False)
 
     def generate(tokens: int) -> int:
         outputs = model.generate_batch(
-            prompts, generation_config=settings, max_new_tokens=tokens, progress_bar=False
+            prompts,
+            generation_config=settings,
+            continuous_batching_config=batching,
+            max_new_tokens=tokens,
+            persistent_manager=True,
         )
         return sum(len(output.generated_tokens) for output in outputs.values())
 
+    start = time.perf_counter()
     generate(WARM_UP)
+    info(f"transformers' warm-up took {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     count = generate(500)
     seconds = time.perf_counter() - start
+    model.destroy_cached_continuous_batching_manager()
     assert count == 500 * len(prompts), f"transformers generated {count} tokens"
     return count / seconds
 
@@ -409,7 +419,12 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--compile-layers", action="store_true")
-    parser.add_argument("--skip-transformers", action="store_true")
+    parser.add_argument(
+        "--transformers-attention",
+        nargs="*",
+        default=["sdpa"],
+        help="what generate_batch attends with, one run each: flash_attention_3 if installed",
+    )
     parser.add_argument("--model", default="demo:smollm2-135m-instruct", help="on a CPU")
     parser.add_argument("--dtype", default="auto", help="on a CPU")
     parser.add_argument("--repeats", type=int, default=3, help="on a CPU")
