@@ -90,7 +90,7 @@ def _system() -> Iterator[Finding]:
     yield Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}")
     if platform.system() != "Linux":
         yield Finding("system", platform.system(), "problem", "fp8calib runs on Linux")
-    memory = f"{_memory('MemTotal') / 1e9:.0f} GB, {_memory('MemAvailable') / 1e9:.0f} GB free"
+    memory = f"{size_text(_memory('MemTotal'))}, {size_text(_memory('MemAvailable'))} free"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("processors, memory", f"{cores} cores, {memory}")
     yield _tested("python", platform.python_version())
@@ -156,7 +156,7 @@ def _torch(gpus: list[_GPU] | str) -> Iterator[Finding]:
         yield Finding("GPU", gpus, "note" if driver or gpus != "none" else "ok", advice)
         return
     for gpu in gpus:
-        label = f"{gpu.name}, {gpu.memory / 1e9:.0f} GB, compute capability "
+        label = f"{gpu.name}, {size_text(gpu.memory)}, compute capability "
         label += ".".join(map(str, gpu.capability))
         if gpu.capability >= _E4M3_CAPABILITY:
             yield Finding("GPU", f"{label}: stores and computes in e4m3")
@@ -248,7 +248,7 @@ def _fits(folder: Path, output: Path, gpus: list[_GPU] | str) -> Iterator[Findin
     per_token = sum(a.num_kv_heads * (a.head_dim + a.v_head_dim) for a in checkpoint.layers)
     yield Finding(
         "model",
-        f"weights {size_text(size)}; a token's cache takes {per_token / 1024:.0f} KiB in FP8, "
+        f"weights {size_text(size)}; a token's cache takes {size_text(per_token)} in FP8, "
         f"twice that in 16 bit",
     )
     place = next(parent for parent in (output.absolute(), *output.absolute().parents) if

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,7 +60,8 @@ def test_answers_on_stdout_and_the_rest_on_stderr(
     assert code == 0
     assert out == llm.generate("hello there", GREEDY)[0].outputs[0].text + "\n"
     assert "KV cache: float32" in err
-    assert "11 prompt tokens, 12 generated in" in err and "tokens/s; KV cache" in err
+    assert "11 prompt tokens, 12 generated in" in err
+    assert re.search(r"tokens/s; KV cache \d+\.\d kB \(bf16: \d+\.\d kB\)", err)
 
 
 class Pieces(io.StringIO):
@@ -292,6 +294,7 @@ def test_compare_shows_the_first_differing_token(
     assert f"token {first['first_difference'] + 1} is the first to differ" in out
     assert "log-probability gap" in out
     assert "bytes/token" in err and "nats apart in the mean" in err
+    assert re.search(r"\d\.\d kB", err), "what each cache held"
 
 
 def test_compare_of_an_fp8_cache_that_changes_nothing(

@@ -200,7 +200,7 @@ def test_a_cache_too_small_is_refused_or_limits_the_length(llama: LoadedModel) -
     vast = EngineConfig(
         kv_cache_memory_bytes=2**60, max_num_seqs=2**40, max_num_batched_tokens=2**41
     )
-    with pytest.raises(UserError, match="GB of KV cache cannot be had on cpu"):
+    with pytest.raises(UserError, match="TB of KV cache cannot be had on cpu"):
         Engine(llama, vast)
     with pytest.raises(UserError, match="max_model_len 300: this model can do 256 tokens at most"):
         Engine(llama, EngineConfig(max_model_len=300))
@@ -305,7 +305,7 @@ def test_the_start_up_line_counts_pages_and_tokens(llama: LoadedModel) -> None:
     memory = pool_bytes(llama, 160)
     engine = Engine(llama, EngineConfig(kv_cache_dtype="fp8", kv_cache_memory_bytes=memory))
     line = engine.describe_cache()
-    assert line.startswith("40 pages of 16 tokens in 0.00 GB; 640 tokens fit, 2.00 times as many")
+    assert line.startswith("40 pages of 16 tokens in 81.9 kB; 640 tokens fit, 2.00 times as many")
 
 
 def test_random_tokens_depend_on_seed_and_position_alone(llama: LoadedModel) -> None:

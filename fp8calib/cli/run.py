@@ -251,12 +251,13 @@ def shortened(text: str) -> str:
 
 def _show_stats(llm: LLM, params: SamplingParams) -> None:
     from fp8calib.console import info
+    from fp8calib.sizes import size_text
 
     stats = llm.engine.stats
     line = (
         f"{stats.prompt_tokens} prompt tokens, {stats.generated_tokens} generated in "
         f"{stats.seconds:.1f} s: {stats.tokens_per_second:.1f} tokens/s; "
-        f"KV cache {stats.kv_bytes / 1e6:.2f} MB (bf16: {stats.bf16_kv_bytes / 1e6:.2f} MB)"
+        f"KV cache {size_text(stats.kv_bytes)} (bf16: {size_text(stats.bf16_kv_bytes)})"
     )
     info(line if params.greedy else f"{line}; seed {params.seed}")
 

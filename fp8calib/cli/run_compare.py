@@ -13,6 +13,7 @@ from fp8calib.runtime.config import EngineConfig
 from fp8calib.runtime.loader import load
 from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.runtime.tokenize import tokenize
+from fp8calib.sizes import size_text
 
 
 def run_compare(
@@ -57,7 +58,7 @@ def _show(found: Comparison) -> None:
             _caption(pair),
         )
     sides = (("native", found.native), ("fp8", found.fp8))
-    columns = ["", "KV cache", "bytes/token", "held at most, MB", "tokens/s"]
+    columns = ["", "KV cache", "bytes/token", "held at most", "tokens/s"]
     print_table("KV memory", columns, [_row(name, side) for name, side in sides])
     same = sum(pair.first_difference is None for pair in found.pairs)
     info(
@@ -89,6 +90,6 @@ def _row(name: str, side: Side) -> list[str]:
         name,
         side.kv_cache,
         f"{side.kv_bytes_per_token:,.0f}",
-        f"{side.kv_bytes / 1e6:.3f}",
+        size_text(side.kv_bytes),
         f"{side.tokens_per_second:.1f}",
     ]

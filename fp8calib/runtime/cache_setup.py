@@ -13,6 +13,7 @@ from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import KVStore, cache_groups, plan_blocks
 from fp8calib.runtime.loader import LoadedModel
 from fp8calib.runtime.model_runner import Chunk, ModelRunner
+from fp8calib.sizes import size_text
 
 _CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 128
 _CPU_CACHE_BYTES = 4 << 30  # as much as is used of it is taken: pages are touched when written
@@ -45,7 +46,7 @@ def make_store(
     )
     if tokens == 0 or tokens < min(max_model_len, config.max_model_len or 0):
         raise UserError(
-            f"{memory / 1e6:,.2f} MB of KV cache hold {tokens} tokens, fewer than "
+            f"{size_text(memory)} of KV cache hold {tokens} tokens, fewer than "
             f"max_model_len {max_model_len}; give more memory or a smaller length"
         )
     try:
@@ -54,7 +55,7 @@ def make_store(
         if "allocate" not in str(problem):
             raise
         raise UserError(
-            f"{memory / 1e9:,.2f} GB of KV cache cannot be had on {device}; use a smaller "
+            f"{size_text(memory)} of KV cache cannot be had on {device}; use a smaller "
             "--kv-cache-memory, --max-model-len or --max-num-seqs"
         ) from None
     return store, min(tokens, max_model_len)
@@ -75,7 +76,7 @@ def describe_store(store: KVStore, config: EngineConfig) -> str:
         sys.maxsize,
     )
     return (
-        f"{sum(store.num_blocks):,} pages of {store.block_size} tokens in {total / 1e9:.2f} GB; "
+        f"{sum(store.num_blocks):,} pages of {store.block_size} tokens in {size_text(total)}; "
         f"{tokens:,} tokens fit, {tokens / max(bf16, 1):.2f} times as many as in bfloat16"
     )
 
