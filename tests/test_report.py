@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ from fp8calib.checkpoint.card_accuracy import accuracy_section
 from fp8calib.cli import main
 from fp8calib.console import json_text
 from fp8calib.evaluation import verify
+from fp8calib.evaluation.bootstrap import Estimate
+from fp8calib.evaluation.gates import GateResult
 from fp8calib.evaluation.report_html import report_html, write_html
 from fp8calib.evaluation.report_svg import Mark, heat_map, line_plot
+from fp8calib.recipe import Gates
 
 HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(2)>'&amp;"
 VOID = {"meta"}
@@ -139,6 +142,14 @@ def test_failed_gates_come_first(report: dict[str, Any]) -> None:
     text = " ".join(Page(report_html({**report, "gates": gates})).text)
     failed = sum(not gate["passed"] for gate in gates)
     assert f"Fails {failed} of {len(gates)} gates" in text and "inconclusive" in text
+
+
+@pytest.mark.parametrize("gate", Gates.model_fields)
+def test_page_and_terminal_call_a_gate_the_same(gate: str) -> None:
+    result = GateResult(gate, "fp8", 0.5, Estimate(0.75, 0.7, 0.8))
+    page = Page(report_html({"model": "m", "gates": [asdict(result) | {"passed": True}]}))
+    parts = re.fullmatch(r"(.+) (\S+), (.+)", result.sentence())
+    assert parts is not None and set(parts.groups()) <= set(page.text)
 
 
 def test_scales_tell_the_ranges_where_no_maxima_are_recorded(report: dict[str, Any]) -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fp8calib.cli import app, options
+from fp8calib.evaluation.labels import METRICS, with_interval
 
 if TYPE_CHECKING:
-    from fp8calib.evaluation.bootstrap import Estimate
     from fp8calib.evaluation.sensitivity import LayerSensitivity, Sensitivity
     from fp8calib.evaluation.sensitivity_measure import Loss
     from fp8calib.evaluation.sensitivity_search import Point
+
+_LOSS = ("kl", "ppl_increase", "top1")
 
 
 @app.command(
@@ -155,7 +157,8 @@ def _show(result: Sensitivity, applied: bool) -> None:
     if result.curve:
         rows = [_point(point) for point in result.curve]
         title = "whole layers in 16 bit: bytes of the cache against its loss, 95 % intervals below"
-        print_table(title, ["16-bit layers", "bytes", "mean KL", "perplexity", "top-1"], rows)
+        columns = ["16-bit layers", "bytes", *(METRICS[field].name for field in _LOSS)]
+        print_table(title, columns, rows)
     for line in verdict(result):
         info(line)
     if applied and not result.partial:
@@ -185,16 +188,8 @@ def _point(point: Point) -> list[str]:
     return [
         listed if len(listed) < 30 else f"{len(point.exempt.layers)} layers",
         f"{point.share:.1%}",
-        _with_interval(loss.kl, ".5f"),
-        _with_interval(loss.ppl_increase, "+.2%"),
-        _with_interval(loss.top1, ".2%"),
+        *(with_interval(getattr(loss, field), METRICS[field].form) for field in _LOSS),
     ]
-
-
-def _with_interval(estimate: Estimate, form: str) -> str:
-    if estimate.low is None or estimate.high is None:
-        return format(estimate.value, form)
-    return f"{estimate.value:{form}}\n{estimate.low:{form}} to {estimate.high:{form}}"
 
 
 def verdict(result: Sensitivity) -> list[str]:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fp8calib.checkpoint.serving import SKIP_FLAG
 from fp8calib.console import info, print_table, warn
 from fp8calib.evaluation.attention_errors import UNUSUAL_ERROR, LayerError, culprits
-from fp8calib.evaluation.bootstrap import Estimate
 from fp8calib.evaluation.gates import GateResult
 from fp8calib.evaluation.generation import GenerationCheck
+from fp8calib.evaluation.labels import (
+    GENERATION,
+    METRICS,
+    NEEDLE,
+    Label,
+    thousands,
+    with_interval,
+)
 from fp8calib.evaluation.needle import NeedleTest
 from fp8calib.evaluation.summary import NoiseFloor
 from fp8calib.evaluation.tasks import TaskResult
 from fp8calib.evaluation.verification import Verification
-
-_GATES = {
-    "max_ppl_increase": ("perplexity increase", "at most", ".2%"),
-    "max_kl": ("mean KL", "at most", ".4g"),
-    "min_top1": ("top-1 agreement", "at least", ".2%"),
-    "min_needle": ("needles kept", "at least", ".1%"),
-    "max_task_drop": ("task drop", "at most", ".4g"),
-    "max_repeat_increase": ("increase of repeated 4-grams", "at most", ".2%"),
-}
 
 
 def show(result: Verification) -> None:
@@ -64,80 +63,54 @@ def show(result: Verification) -> None:
 def _rows(result: Verification) -> list[list[str]]:
     all_of = result.variants
 
-    def row(name: str, form: str, estimates: Sequence[Estimate]) -> list[str]:
-        cells = [
-            "" if variant.key == result.reference else _with_interval(estimate, form)
-            for variant, estimate in zip(all_of, estimates, strict=True)
-        ]
-        return [name, *cells]
+    def metrics(*fields: str) -> list[list[str]]:
+        return [_row(METRICS, field, all_of, result.reference) for field in fields]
 
-    rows = [
-        ["perplexity", *(f"{variant.perplexity:.4f}" for variant in all_of)],
-        row("  change", "+.2%", [v.ppl_increase for v in all_of]),
-        row("mean KL, nats", ".5f", [v.kl for v in all_of]),
-    ]
+    rows = metrics("perplexity", "ppl_increase", "kl")
     if len(all_of[0].kl_by_position) > 1:
-        rows += [
-            row(
-                f"  at {_thousands(bucket.start)} to {_thousands(bucket.end)}",
-                ".5f",
-                [v.kl_by_position[number].kl for v in all_of],
-            )
-            for number, bucket in enumerate(all_of[0].kl_by_position)
-        ]
+        for number, bucket in enumerate(all_of[0].kl_by_position):
+            cells = [
+                ""
+                if v.key == result.reference
+                else with_interval(v.kl_by_position[number].kl, METRICS["kl"].form)
+                for v in all_of
+            ]
+            rows.append([f"  at {thousands(bucket.start)} to {thousands(bucket.end)}", *cells])
+    worst = ["" if v.key == result.reference else f"{v.worst.kl:.3f}" for v in all_of]
     return [
         *rows,
-        row("  reversed", ".5f", [v.reverse_kl for v in all_of]),
-        row("  of the worst tenth", ".4f", [v.worst_decile_kl for v in all_of]),
-        [
-            "  of the worst token",
-            *("" if v.key == result.reference else f"{v.worst.kl:.3f}" for v in all_of),
-        ],
-        row("top-1 agreement", ".2%", [v.top1 for v in all_of]),
-        row("top-5 agreement", ".2%", [v.top5 for v in all_of]),
+        *metrics("reverse_kl", "worst_decile_kl"),
+        ["KL of worst token", *worst],
+        *metrics("top1", "top5"),
     ]
 
 
-def _thousands(position: int) -> str:
-    return str(position) if position < 1024 else f"{position // 1024}k"
-
-
-def _with_interval(estimate: Estimate, form: str) -> str:
-    if estimate.low is None or estimate.high is None:
-        return format(estimate.value, form)
-    return f"{estimate.value:{form}}\n{estimate.low:{form}} to {estimate.high:{form}}"
+def _row(
+    labels: Mapping[str, Label], field: str, variants: Sequence[Any], reference: str
+) -> list[str]:
+    """A metric's name, and its numbers of all variants."""
+    label = labels[field]
+    return [
+        label.name,
+        *(
+            ""
+            if label.against_native and v.key == reference
+            else with_interval(getattr(v, field), label.form)
+            for v in variants
+        ),
+    ]
 
 
 def _show_generation(check: GenerationCheck, titles: dict[str, str]) -> None:
-    native, *others = check.variants
-    rows = [
-        ["same as native to the end", "", *(f"{v.identical} of {check.prompts}" for v in others)],
-        [
-            "tokens before they part",
-            "",
-            *(_with_interval(v.first_difference, ".1f") for v in others),
-        ],
-        ["tokens in agreement", "", *(_with_interval(v.agreement, ".1%") for v in others)],
-        ["repeated 4-grams", *(f"{v.repeat_rate.value:.1%}" for v in check.variants)],
-        ["  change", "", *(_with_interval(v.repeat_increase, "+.1%") for v in others)],
-        ["compression ratio", *(f"{v.compression_ratio.value:.2f}" for v in check.variants)],
-        ["  change", "", *(_with_interval(v.compression_increase, "+.2f") for v in others)],
-        ["endless repetition", "", *(f"{v.runaways} more than native" for v in others)],
-    ]
+    native = check.variants[0].key
+    rows = [_row(GENERATION, field, check.variants, native) for field in GENERATION]
     title = f"greedy text: {check.tokens} tokens after each of {check.prompts} prompts"
-    print_table(title, ["", titles[native.key], *(titles[v.key] for v in others)], rows)
+    print_table(title, ["", *(titles[v.key] for v in check.variants)], rows)
 
 
 def _show_needle(test: NeedleTest, titles: dict[str, str]) -> None:
-    rows = [
-        ["found", *(_with_interval(v.found, ".1%") for v in test.variants)],
-        [
-            "of those that native finds",
-            *("" if v.kept is None else f"{v.kept.value:.1%}" for v in test.variants),
-        ],
-        ["log-probability", *(_with_interval(v.logprob, ".3f") for v in test.variants)],
-        ["  change", "", *(_with_interval(v.logprob_change, "+.3f") for v in test.variants[1:])],
-    ]
+    native = test.variants[0].key
+    rows = [_row(NEEDLE, field, test.variants, native) for field in NEEDLE]
     for number, cell in enumerate(test.variants[0].grid):
         name = f"{cell.length} tokens, depth {cell.depth:.0%}"
         cells = [v.grid[number] for v in test.variants]
@@ -184,20 +157,12 @@ def _gate_line(gate: GateResult, title: str) -> str:
         verdict += ", inconclusive: "
         has = gate.measured.low is not None
         verdict += "the interval lies on both sides of the limit" if has else "there is no interval"
-    return f"gate: {_measured(gate)} ({title}): {verdict}"
-
-
-def _measured(gate: GateResult) -> str:
-    what, bound, form = _GATES[gate.gate]
-    of = f" on {gate.task}" if gate.task else ""
-    if gate.measured.value != gate.measured.value:
-        return f"{what}{of} not measurable (native finds none), {bound} {gate.limit:{form}}"
-    return f"{what}{of} {gate.measured.value:{form}}, {bound} {gate.limit:{form}}"
+    return f"gate: {gate.sentence()} ({title}): {verdict}"
 
 
 def failures(result: Verification) -> str:
     """The failed gates and the layers at fault, in one line."""
-    gates = [f"{_measured(gate)} ({result.variant(gate.variant).title})" for gate in result.failed]
+    gates = [f"{gate.sentence()} ({result.variant(gate.variant).title})" for gate in result.failed]
     layers = dict.fromkeys(
         str(layer.index) for errors in result.layer_errors.values() for layer in culprits(errors)
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8calib.evaluation.bootstrap import Estimate
+from fp8calib.evaluation.labels import GATES
 from fp8calib.recipe import Gates
 
 if TYPE_CHECKING:
@@ -38,6 +40,15 @@ class GateResult:
     @property
     def conclusive(self) -> bool:
         return not self.measured.straddles(self.limit)
+
+    def sentence(self) -> str:
+        """``mean KL 0.0123, at most 0.02``"""
+        what, bound, form = GATES[self.gate]
+        of = f" on {self.task}" if self.task else ""
+        value = form.format(self.measured.value)
+        if math.isnan(self.measured.value):
+            value = "not measurable (native finds none)"
+        return f"{what}{of} {value}, {bound} {form.format(self.limit)}"
 
 
 def judge(

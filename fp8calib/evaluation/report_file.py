@@ -59,8 +59,7 @@ def write_junit(result: Verification, path: Path) -> None:
     cases = []
     for gate in result.gates:
         name = gate.gate if gate.task is None else f"{gate.gate} {gate.task}"
-        bound = "at least" if gate.gate.startswith("min_") else "at most"
-        said = f"{gate.measured.value:.6g}, {bound} {gate.limit:g}"
+        said = gate.sentence()
         if not gate.conclusive:
             said += " (inconclusive: the interval lies on both sides, or there is none)"
         cases.append((result.variant(gate.variant).title, name, None if gate.passed else said))

@@ -14,27 +14,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-Report = Mapping[str, Any]
+from fp8calib.evaluation.labels import GATES, METRICS, Label
 
-GATE_NAMES = {
-    "max_ppl_increase": ("perplexity increase", "at most", "{:.2%}"),
-    "max_kl": ("mean KL", "at most", "{:.4g}"),
-    "min_top1": ("top-1 agreement", "at least", "{:.2%}"),
-    "min_needle": ("needles kept", "at least", "{:.1%}"),
-    "max_task_drop": ("task drop", "at most", "{:.4g}"),
-    "max_repeat_increase": ("repetition increase", "at most", "{:.2%}"),
-}
-_METRICS = (
-    ("perplexity", "perplexity", "{:.4f}"),
-    ("ppl_increase", "perplexity change", "{:+.2%}"),
-    ("kl", "mean KL, nats", "{:.5f}"),
-    ("kl_above_noise", "mean KL above noise", "{:+.5f}"),
-    ("reverse_kl", "reverse KL, nats", "{:.5f}"),
-    ("worst_decile_kl", "KL of worst tenth", "{:.4f}"),
-    ("top1", "top-1 agreement", "{:.2%}"),
-    ("top5", "top-5 agreement", "{:.2%}"),
-    ("kv_bytes_per_token", "cache, bytes a token", "{:,.0f}"),
-)
+Report = Mapping[str, Any]
 
 
 def write_html(report: Report, path: Path | str) -> None:
@@ -110,6 +92,13 @@ def estimate(value: Any, form: str) -> str:
         return shown
     interval = f"{number(low, form)} to {number(high, form)}"
     return f'{shown}<span class="interval">{interval}</span>'
+
+
+def metric(label: Label, variant: Mapping[str, Any], field: str, is_native: bool) -> str:
+    """A variant's number; "" where it would compare native with itself."""
+    if label.against_native and is_native:
+        return ""
+    return estimate(variant.get(field), label.form)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
@@ -204,15 +193,10 @@ def _metrics(report: Report) -> str:
         variants.append({"title": "noise: native against itself", **floor})
     reference = report.get("reference", "native")
     rows = []
-    for name, label, form in _METRICS:
-        cells = [
-            ""
-            if v.get("key") == reference and isinstance(v.get(name), Mapping)
-            else estimate(v.get(name), form)
-            for v in variants
-        ]
+    for field, label in METRICS.items():
+        cells = [metric(label, v, field, v.get("key") == reference) for v in variants]
         if any(cells):
-            rows.append([text(label), *cells])
+            rows.append([text(label.name), *cells])
     data = report.get("dataset") or {}
     split = f" ({data['split']})" if data.get("split") else ""
     tokens = number(data.get("tokens"), "{:,.0f}")
@@ -227,7 +211,7 @@ def _metrics(report: Report) -> str:
 def _gates(report: Report) -> str:
     names, rows = titles(report), []
     for gate in report.get("gates") or []:
-        what, bound, form = GATE_NAMES.get(gate.get("gate"), (gate.get("gate"), "limit", "{:.4g}"))
+        what, bound, form = GATES.get(gate.get("gate"), (gate.get("gate"), "limit", "{:.4g}"))
         if gate.get("task"):
             what = f"{what} ({gate['task']})"
         verdict = tag("good", "passes") if gate.get("passed") else tag("bad", "fails")

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8calib.checkpoint.serving import SKIP_FLAG
+from fp8calib.evaluation.labels import GENERATION, NEEDLE, Label, thousands
 from fp8calib.evaluation.report_html import (
     Report,
     estimate,
+    metric,
     number,
     section,
     table,
@@ -30,7 +32,7 @@ def positions(report: Report) -> str:
     for variant in variants:
         marks = []
         for number_, bucket in enumerate(variant.get("kl_by_position") or []):
-            label = f"{_thousands(bucket['start'])}-{_thousands(bucket['end'])}"
+            label = f"{thousands(bucket['start'])}-{thousands(bucket['end'])}"
             edges[number_] = label
             marks.append(_mark(number_, bucket.get("kl"), label))
         if marks:
@@ -50,10 +52,6 @@ def positions(report: Report) -> str:
         f"<figure>{plot}</figure>",
         note="Nats a token, with 95 % intervals: does the loss grow with the context?",
     )
-
-
-def _thousands(position: int) -> str:
-    return str(position) if position < 1024 else f"{position // 1024}k"
 
 
 def _mark(x: float, found: Any, title: str) -> Mark:
@@ -223,15 +221,8 @@ def needle(report: Report) -> str:
         )
         if plot:
             figures.append(f"<figure><h3>{text(title)}</h3>{plot}</figure>")
-        cells = [
-            estimate(variant.get(name), form)
-            for name, form in (
-                ("found", "{:.1%}"), ("kept", "{:.1%}"),
-                ("logprob", "{:.2f}"), ("logprob_change", "{:+.3f}"),
-            )
-        ]  # fmt: skip
-        rows.append([text(title), *cells])
-    head = ["", "found", "of native's kept", "log-probability", "change"]
+        rows.append([text(title), *_cells(NEEDLE, variant, not rows)])
+    head = ["", *(label.name for label in NEEDLE.values())]
     return section(
         "Needles in long text",
         table(head, rows),
@@ -240,32 +231,27 @@ def needle(report: Report) -> str:
     )
 
 
+def _cells(labels: Mapping[str, Label], variant: Mapping[str, Any], is_native: bool) -> list[str]:
+    return [metric(label, variant, field, is_native) for field, label in labels.items()]
+
+
 def generation(report: Report) -> str:
     """Greedy text against native's."""
     found = report.get("generation")
     if not isinstance(found, Mapping):
         return ""
     names = titles(report)
-    columns = (
-        ("identical", "identical", "{:.0f}"),
-        ("first_difference", "tokens before a difference", "{:.1f}"),
-        ("agreement", "agreement", "{:.1%}"),
-        ("compression_ratio", "compression ratio", "{:.2f}"),
-        ("repeat_rate", "repeated 4-grams", "{:.1%}"),
-        ("repeat_increase", "more than native", "{:+.1%}"),
-        ("runaways", "runaways", "{:.0f}"),
-    )
+    variants = found.get("variants") or []
     rows = [
-        [text(names.get(v.get("key"), v.get("key")))]
-        + [estimate(v.get(name), form) for name, _, form in columns]
-        for v in found.get("variants") or []
+        [text(names.get(v.get("key"), v.get("key"))), *_cells(GENERATION, v, v is variants[0])]
+        for v in variants
     ]
-    samples = "".join(_outputs(v, names) for v in found.get("variants") or [])
+    samples = "".join(_outputs(v, names) for v in variants)
     note = (
-        f"{found.get('tokens')} tokens after each of {found.get('prompts')} prompts. A runaway is "
-        "an output whose second half repeats itself where native's does not."
+        f"{found.get('tokens')} tokens after each of {found.get('prompts')} prompts. Endless "
+        "repetition: outputs whose second half repeats itself where native's does not."
     )
-    head = ["", *(label for _, label, _ in columns)]
+    head = ["", *(label.name for label in GENERATION.values())]
     return section("Greedy generation", table(head, rows), samples, note=note)
 
 
