@@ -203,7 +203,8 @@ def needle(report: Report) -> str:
     if not isinstance(found, Mapping):
         return ""
     names = titles(report)
-    figures, rows = [], []
+    figures: list[str] = []
+    rows: list[list[str]] = []
     for variant in found.get("variants") or []:
         title = names.get(variant.get("key"), variant.get("key"))
         grid = variant.get("grid") or []
