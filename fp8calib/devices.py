@@ -14,7 +14,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(?::(0|[1-9]\d{0,3}))?")
 
 def check_device(name: str) -> None:
     """Raise UserError for a device that there is not."""
-    known = _DEVICE.fullmatch(name)
+    known = _DEVICE.fullmatch(name) if isinstance(name, str) else None
     if known is None:
         raise UserError(f"unknown device {name!r:.99}: use auto, cpu, cuda or cuda:N")
     if name.startswith("cuda"):

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import call, write_texts
 
-from fp8calib import calibrate, verify
+from fp8calib import LLM, AsyncLLM, calibrate, verify
 from fp8calib.cli import main
 from fp8calib.errors import UserError
 
@@ -127,6 +128,40 @@ def test_a_device_that_is_none_is_told_before_anything_else(
     for option, message in cases:
         code, out, err = call(capsys, command, "somebody/model", *option)
         assert (code, out, err) == (2, "", f"error: {message}\n")
+
+
+@pytest.mark.parametrize("command", [["run", "-p", "a"], ["chat"], ["serve", "--port", "0"]])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--attention", "exact"], "unknown attention 'exact'"),
+        (["--kv-cache-dtype", "int8"], "unknown KV-cache dtype 'int8'"),
+        (["--missing-scales", "zero"], "unknown --missing-scales 'zero'"),
+        (["--max-model-len", "0"], "max_model_len must be at least 1, got 0"),
+    ],
+)
+def test_options_of_the_cache_are_checked_before_the_model_is_fetched(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    option: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("fp8calib.models.resolve_model", None)
+    code, out, err = call(capsys, command[0], "somebody/model", *command[1:], *option)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("engine", [LLM, AsyncLLM])
+@pytest.mark.parametrize(
+    "option", [{"device": "tpu"}, {"device": torch.device("cpu")}, {"dtype": torch.bfloat16}]
+)
+def test_an_engine_refuses_a_device_before_the_model_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, engine: type, option: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("fp8calib.runtime.loader.resolve_model", None)
+    with pytest.raises(UserError, match=r"^unknown d.*: use auto, "):
+        engine("somebody/model", **option)
 
 
 def test_a_device_that_is_none_is_told_before_anything_else_in_python() -> None:

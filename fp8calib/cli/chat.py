@@ -56,9 +56,11 @@ def chat(
 ) -> None:
     """Talk with a model; earlier turns stay in the cache. Commands: /system TEXT, /reset, /exit."""
     from fp8calib.models import resolve_model
+    from fp8calib.runtime.config import EngineConfig
     from fp8calib.runtime.sampling_params import SamplingParams
 
     engine_options = options.given(
+        max_num_seqs=1,
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_dtype_skip_layers=skip_layers,
         attention=attention,
@@ -80,12 +82,13 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    resolve_model(model)  # a wrong name is told before torch is loaded, and so are wrong numbers
+    EngineConfig(**engine_options)
     SamplingParams(**sampling, **options.given(max_tokens=max_tokens))
+    resolve_model(model)  # a wrong name or option is told before torch is loaded
     from fp8calib.cli.conversation import Conversation, Terminal
     from fp8calib.cli.engine_summary import show_engine
     from fp8calib.runtime.llm import LLM
 
-    llm = LLM(model, max_num_seqs=1, **engine_options)
+    llm = LLM(model, **engine_options)
     show_engine(llm)
     Terminal(Conversation(llm, system, max_tokens, sampling), stats=stats, json=json).run()

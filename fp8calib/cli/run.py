@@ -104,6 +104,8 @@ def run(
     """Generate text on an FP8 or native KV cache; answers to stdout, all else to stderr."""
     from fp8calib.cli.prompts import read_prompts
     from fp8calib.models import resolve_model
+    from fp8calib.runtime.config import EngineConfig
+    from fp8calib.runtime.sampling_params import SamplingParams
 
     common = options.given(
         kv_cache_memory_bytes=options.memory_bytes("--kv-cache-memory", kv_cache_memory),
@@ -149,8 +151,19 @@ def run(
         from fp8calib.errors import UserError
 
         raise UserError("--logprobs is shown by --json alone, and not with --compare")
+    cache = options.given(
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype_skip_layers=skip_layers,
+        attention=attention,
+        missing_scales=missing_scales,
+        compile_layers=compile_layers,
+        device=device,
+    )
+    if not use_vllm:
+        EngineConfig(**common, **cache)
+        params = SamplingParams(**sampling)
     texts = read_prompts(prompt, prompts)
-    resolve_model(model)  # a wrong name is told before torch is loaded
+    resolve_model(model)  # a wrong name or option is told before torch is loaded
     if use_vllm:
         from fp8calib import vllm_launch
         from fp8calib.cli.run_vllm import run_vllm
@@ -165,17 +178,6 @@ def run(
         )
         run_vllm(prepared, vllm_arguments or (), texts, chat, sampling, json)
         return
-    from fp8calib.runtime.sampling_params import SamplingParams
-
-    params = SamplingParams(**sampling)
-    cache = options.given(
-        kv_cache_dtype=kv_cache_dtype,
-        kv_cache_dtype_skip_layers=skip_layers,
-        attention=attention,
-        missing_scales=missing_scales,
-        compile_layers=compile_layers,
-        device=device,
-    )
     if compare:
         from fp8calib.cli.run_compare import run_compare
 

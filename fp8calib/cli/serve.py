@@ -163,9 +163,11 @@ def _serve(
 ) -> None:
     from fp8calib.console import warn
     from fp8calib.models import resolve_model
+    from fp8calib.runtime.config import EngineConfig
     from fp8calib.serve.server import bind, make_server, serve, url_of
 
-    resolve_model(model)  # a wrong name is told before torch is loaded
+    EngineConfig(**engine_options)
+    resolve_model(model)  # a wrong name or option is told before torch is loaded
     with bind(host, port) as bound:  # a taken port is told before the model is loaded
         if settings.api_key is None and host not in _LOOPBACK:
             warn(f"anyone who reaches {host} can use this server: there is no --api-key")

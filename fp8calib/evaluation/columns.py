@@ -17,8 +17,9 @@ from fp8calib.evaluation.variants import (
     title_of,
 )
 from fp8calib.models import DEMO_PREFIX
-from fp8calib.runtime.kv_cache_dtype import FP8_WORDS, NATIVE_WORDS, choose_kv_format
-from fp8calib.runtime.kv_format import ARITHMETICS, Arithmetic, KVFormat
+from fp8calib.runtime.cache_words import ARITHMETICS, FP8_WORDS, Arithmetic
+from fp8calib.runtime.kv_cache_dtype import NATIVE_WORDS, choose_kv_format
+from fp8calib.runtime.kv_format import KVFormat
 
 if TYPE_CHECKING:
     from fp8calib.runtime.loader import LoadedModel

@@ -34,8 +34,7 @@ from fp8calib.evaluation.verification import Verification
 from fp8calib.model_loading import vocabulary_size
 from fp8calib.models import resolve_model
 from fp8calib.recipe import Gates
-from fp8calib.runtime.kv_cache_dtype import check_words
-from fp8calib.runtime.kv_format import Arithmetic
+from fp8calib.runtime.cache_words import Arithmetic, check_words
 from fp8calib.runtime.loader import LoadedModel, load
 
 _DIAGNOSED_DOCUMENTS = 4

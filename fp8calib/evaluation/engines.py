@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8calib.evaluation.variants import Run
+from fp8calib.runtime.cache_words import FP8_WORDS
 from fp8calib.runtime.config import EngineConfig
 from fp8calib.runtime.engine import Engine
-from fp8calib.runtime.kv_cache_dtype import FP8_WORDS, NATIVE_WORDS
+from fp8calib.runtime.kv_cache_dtype import NATIVE_WORDS
 from fp8calib.runtime.loader import LoadedModel
 
 _BLOCK = 128  # tokens: at least a page on any device

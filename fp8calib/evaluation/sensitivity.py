@@ -26,8 +26,9 @@ from fp8calib.evaluation.text import load_text
 from fp8calib.evaluation.variants import as_served
 from fp8calib.layers import LayerSpec
 from fp8calib.models import cache_dir, resolve_model
-from fp8calib.runtime.kv_cache_dtype import NATIVE_WORDS, check_words, choose_kv_format
-from fp8calib.runtime.kv_format import Arithmetic, KVFormat, owner_of
+from fp8calib.runtime.cache_words import Arithmetic, check_words
+from fp8calib.runtime.kv_cache_dtype import NATIVE_WORDS, choose_kv_format
+from fp8calib.runtime.kv_format import KVFormat, owner_of
 from fp8calib.runtime.loader import LoadedModel, load
 
 _ERROR_DOCUMENTS = 4

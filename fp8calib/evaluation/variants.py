@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8calib.layers import LayerSpec
+from fp8calib.runtime.cache_words import Arithmetic
 from fp8calib.runtime.kv_cache_dtype import NATIVE_WORDS, choose_kv_format
-from fp8calib.runtime.kv_format import Arithmetic, KVFormat
+from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import cache_groups
 from fp8calib.runtime.scoring import Scored, score
 from fp8calib.scales import ScaleSet

@@ -34,7 +34,8 @@ from fp8calib.layers import resolve_skip_layers
 from fp8calib.model_loading import load_config, load_tokenizer, resolve_dtype
 from fp8calib.models import resolve_model
 from fp8calib.recipe import Gates
-from fp8calib.runtime.kv_cache_dtype import FP8_WORDS, NATIVE_WORDS
+from fp8calib.runtime.cache_words import FP8_WORDS
+from fp8calib.runtime.kv_cache_dtype import NATIVE_WORDS
 from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.vllm_launch import VLLM, prepare
 

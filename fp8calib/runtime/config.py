@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8calib.errors import UserError
-from fp8calib.runtime.kv_cache_dtype import check_words
-from fp8calib.runtime.kv_format import Arithmetic
+from fp8calib.runtime.cache_words import Arithmetic, check_words
 
 
 @dataclass(frozen=True)

@@ -10,27 +10,17 @@ import numpy as np
 import torch
 
 from fp8calib.checkpoint import Checkpoint, read_scales
+from fp8calib.devices import DTYPES
 from fp8calib.errors import ScaleError, UserError
 from fp8calib.layers import LayerSpec, resolve_skip_layers
-from fp8calib.runtime.kv_format import ARITHMETICS, Arithmetic, KVFormat
+from fp8calib.runtime.cache_words import FP8_WORDS, Arithmetic, check_words
+from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.scales import LayerScales, ScaleSet, expected_shape, problems, require
 
 if TYPE_CHECKING:
     from fp8calib.runtime.loader import LoadedModel
 
-NATIVE_WORDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-FP8_WORDS = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
-WORDS = ("auto", *NATIVE_WORDS, *FP8_WORDS)
-MISSING_SCALES = ("refuse", "one")
-
-# Words that vLLM knows and we do not: how the word begins, and where its format exists.
-_ELSEWHERE = {
-    "fp8_inc": "exists only in vLLM, for Intel Gaudi",
-    "fp8_ds_mla": "exists only in vLLM, for DeepSeek's sparse attention on NVIDIA GPUs",
-    "nvfp4": "exists only in vLLM, for NVIDIA Blackwell GPUs",
-    "turboquant": "exists only in vLLM",
-    "ultraquant": "exists only in vLLM",
-}
+NATIVE_WORDS: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
 @dataclass(frozen=True)
@@ -47,29 +37,6 @@ class KVChoice:
     warnings: list[str]
 
 
-def check_words(kv_cache_dtype: str, attention: str, missing_scales: str) -> None:
-    """Raise UserError for a word that this runtime does not know, naming where it exists."""
-    if kv_cache_dtype not in WORDS:
-        raise _unknown_dtype(kv_cache_dtype)
-    if attention not in ARITHMETICS:
-        raise UserError(f"unknown attention {attention!r}: use {' or '.join(ARITHMETICS)}")
-    if missing_scales not in MISSING_SCALES:
-        raise UserError(f"unknown --missing-scales {missing_scales!r}: use refuse or one")
-
-
-def _unknown_dtype(word: str) -> UserError:
-    known = f"here there are {', '.join(WORDS)}"
-    if word.endswith("_per_token_head"):
-        return UserError(
-            f"KV-cache dtype {word} exists only in vLLM, which makes its scales while it runs and "
-            f"needs no calibration; {known}"
-        )
-    for start, where in _ELSEWHERE.items():
-        if word.startswith(start):
-            return UserError(f"KV-cache dtype {word} {where}; {known}")
-    return UserError(f"unknown KV-cache dtype {word!r}; {known}")
-
-
 def choose_kv_format(
     loaded: LoadedModel,
     kv_cache_dtype: str = "auto",
@@ -80,8 +47,8 @@ def choose_kv_format(
     """The cache format of `loaded`: an explicit dtype beats the checkpoint, `auto` follows it.
 
     Args:
-        kv_cache_dtype: one of WORDS. `auto` is FP8 where the checkpoint declares it, else the
-            model's dtype.
+        kv_cache_dtype: a word of cache_words.WORDS. `auto` is FP8 where the checkpoint declares
+            it, else the model's dtype.
         skip_layers: layers to leave native; None takes the list that the checkpoint records.
         attention: arithmetic over FP8 pages.
         missing_scales: "refuse", or "one" to run layers of a calibrated checkpoint that have no

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import torch
 
 from fp8calib.layers import LayerSpec
+from fp8calib.runtime.cache_words import Arithmetic
 from fp8calib.scales import ScaleSet
-
-Arithmetic = Literal["accurate", "fp8"]
-ARITHMETICS: tuple[Arithmetic, ...] = get_args(Arithmetic)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 
 from fp8calib.errors import UserError
 from fp8calib.layers import LayerSpec
-from fp8calib.runtime.kv_format import Arithmetic, KVFormat, owner_of
+from fp8calib.runtime.cache_words import Arithmetic
+from fp8calib.runtime.kv_format import KVFormat, owner_of
 from fp8calib.scales import ScaleSet
 
 

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fp8calib.attention import probe
 from fp8calib.checkpoint import Checkpoint, check_scheme, open_checkpoint
+from fp8calib.devices import check_device, check_dtype
 from fp8calib.layers import LayerSpec
 from fp8calib.model_loading import load_config, load_model, load_tokenizer
 from fp8calib.models import resolve_model
@@ -45,8 +46,10 @@ def load(
         ModelError: there is no such model, it cannot be loaded, or the runtime would not compute
             what it is meant to compute.
         CheckpointError: unreadable, or it declares a KV-cache scheme that is refused.
-        UserError: an unknown device or dtype.
+        UserError: an unknown device or dtype, told before the model is fetched.
     """
+    check_device(device)
+    check_dtype(dtype)
     folder = resolve_model(name)
     checkpoint = open_checkpoint(folder)
     check_scheme(checkpoint.config)
