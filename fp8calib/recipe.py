@@ -129,7 +129,11 @@ class Recipe(_Section):
         content = self.model_dump(exclude_unset=True)  # what nobody has set stays so
         own = {name: value for name, value in options.items() if value is not None}
         content[section] = content.get(section, {}) | own
-        return parse_content(content, "options")
+        try:
+            return Recipe.model_validate(content)
+        except ValidationError as problem:
+            flags = [_explain(error, _flag(error)) for error in problem.errors()]
+            raise RecipeError("; ".join(flags)) from None
 
     def to_yaml(self) -> str:
         content = self.model_dump(mode="json", exclude_none=True)
@@ -151,7 +155,8 @@ def load_recipe(name: str) -> Recipe:
             raise RecipeError(f"{path}: larger than {MAX_RECIPE_BYTES} bytes, so not a recipe")
         return parse_recipe(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as problem:
-        raise RecipeError(f"{path}: cannot be read as a recipe: {problem}") from None
+        reason = getattr(problem, "strerror", None) or problem
+        raise RecipeError(f"{path}: cannot be read as a recipe: {reason}") from None
 
 
 def _builtin_recipe(name: str) -> Recipe:
@@ -180,12 +185,17 @@ def parse_content(content: Any, where: str) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as problem:
-        messages = [_explain(error) for error in problem.errors()]
+        messages = [_explain(error, ".".join(map(str, error["loc"]))) for error in problem.errors()]
         raise RecipeError(f"{where}: " + "; ".join(messages)) from None
 
 
-def _explain(error: Any) -> str:
-    key = ".".join(map(str, error["loc"]))
+def _flag(error: Any) -> str:
+    """The command line's name of an option of a section."""
+    name = str(error["loc"][1])
+    return name if error["type"] == "extra_forbidden" else "--" + name.replace("_", "-")
+
+
+def _explain(error: Any, key: str) -> str:
     if error["type"] != "extra_forbidden":
         return f"{key}: {error['msg'].removeprefix('Value error, ')}, got {error['input']!r:.80}"
     section = {"calibration": Calibration, "gates": Gates}.get(str(error["loc"][0]))

@@ -46,6 +46,15 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_help_tells_each_command_in_one_whole_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call(capsys, "--help")
+    commands = out.partition("Commands:")[2]
+    assert code == 0 and "verify" in commands and "..." not in commands
+
+
 def test_calibrate_and_inspect_as_a_user_runs_them(
     tiny: Callable[..., Path], texts: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,12 @@ def test_options_win_over_the_recipe(tmp_path: Path) -> None:
     assert recipe.calibration.samples == 9
     assert recipe.calibration.seed == Recipe().calibration.seed
     assert recipe.calibration.strategy == "attn_head"
+    with pytest.raises(RecipeError, match=r"^--samples: Input should be .*, got 0$"):
+        recipe.with_options(samples=0)
+    with pytest.raises(RecipeError, match=r"^--max-kl: Input should be .*, got -1"):
+        recipe.with_gates(max_kl=-1)
+    with pytest.raises(RecipeError, match=r"^unknown key sample \(did you mean samples\?\)$"):
+        recipe.with_options(sample=9)
 
 
 @pytest.mark.parametrize(

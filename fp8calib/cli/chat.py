@@ -19,20 +19,23 @@ def chat(
         str | None, typer.Option(help="The system message; /system TEXT sets another.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Of an answer; default: what the model's length leaves.")
+        int | None,
+        typer.Option(help="Most tokens of an answer; default: what the model's length leaves."),
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy. Default: the model's own, else 0.")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest tokens of this sum.")
+        float | None,
+        typer.Option(help="Draw from the likeliest tokens that have this probability together."),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest; 0 is all.")] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Draw from tokens this likely, beside the likeliest.")
+        float | None,
+        typer.Option(help="Draw from tokens at least this share as likely as the likeliest."),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: fewer tokens that were there before.")
+        float | None, typer.Option(help="Above 1: tokens that were there come again less often.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the random numbers; default: drawn.")] = None,
     stats: Annotated[
@@ -54,7 +57,10 @@ def chat(
         bool, typer.Option("--json", help="Print each answer as one line of JSON.")
     ] = False,
 ) -> None:
-    """Talk with a model; earlier turns stay in the cache. Commands: /system TEXT, /reset, /exit."""
+    """Talk with a model; earlier turns stay in the cache.
+
+    Commands: /system TEXT, /reset, /help, /exit.
+    """
     from fp8calib.models import resolve_model
     from fp8calib.runtime.config import EngineConfig
     from fp8calib.runtime.sampling_params import SamplingParams

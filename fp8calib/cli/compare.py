@@ -18,11 +18,16 @@ if TYPE_CHECKING:
     "fp8calib compare old.json new.json",
 )
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="A report of verify.")],
+    a: Annotated[
+        Path, typer.Argument(metavar="A.json", help="What `verify --report A.json` wrote.")
+    ],
     b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
     json: options.Json = False,
 ) -> None:
-    """Show two reports side by side, what differs, and whether they can be compared at all."""
+    """Show two reports of verify side by side.
+
+    And what differs, and whether they can be compared at all.
+    """
     from fp8calib.console import print_json
     from fp8calib.evaluation.report_compare import compare_reports
 

@@ -31,7 +31,10 @@ CollapseHeads = Annotated[
 def convert(
     source: Annotated[
         str,
-        typer.Argument(help="A checkpoint (folder, Hub id), or a .json or .safetensors of scales."),
+        typer.Argument(
+            metavar="SOURCE",
+            help="A checkpoint (folder, Hub id), or a .json or .safetensors of scales.",
+        ),
     ],
     to: Annotated[
         str,
@@ -57,7 +60,10 @@ def convert(
     private: options.Private = False,
     json: options.Json = False,
 ) -> None:
-    """Write a checkpoint's scales in another form: read, checked, and what is lost is said."""
+    """Write a checkpoint's scales in another form.
+
+    They are read and checked, and what the form cannot hold is said.
+    """
     from fp8calib.checkpoint.conversion import convert as run
     from fp8calib.checkpoint.folder import STDOUT
     from fp8calib.checkpoint.formats import format_named

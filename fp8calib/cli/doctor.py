@@ -17,7 +17,7 @@ from fp8calib.cli import app, options
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Also look whether this model, on this machine, fits."),
+        typer.Option("--model", help="Also say whether this model fits, weights and copy."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Where a calibrated copy would go.")
@@ -27,7 +27,7 @@ def doctor(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Say what this machine can do: versions, GPU, vLLM, and whether a model fits."""
+    """Say what this machine can do: versions, GPU, vLLM, room."""
     from fp8calib import console
     from fp8calib.doctor import diagnose
     from fp8calib.errors import CheckFailed

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 )
 def inspect(
     checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint folder, a hub id or demo:smollm2-135m-instruct.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A folder, a Hub id or demo:smollm2-135m-instruct."
+        ),
     ],
     runtime: Annotated[
         str,
@@ -48,7 +51,7 @@ def inspect(
     heads: Annotated[bool, typer.Option("--heads", help="One line per head.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show the KV-cache scales of a checkpoint and what an engine will do with them."""
+    """Show a checkpoint's scales and what an engine does with them."""
     from fp8calib.checkpoint import inspect as run
     from fp8calib.console import print_json
     from fp8calib.errors import CheckFailed, UserError

@@ -19,7 +19,10 @@ def merge(
     checkpoint: options.Model,
     scales: Annotated[
         str,
-        typer.Argument(help="A .json or .safetensors of scales, or a checkpoint that has some."),
+        typer.Argument(
+            metavar="SCALES",
+            help="A .json or .safetensors of scales, or a checkpoint that has some.",
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to make.")],
     to: Annotated[
@@ -30,13 +33,16 @@ def merge(
     link: options.Link = False,
     overwrite: options.Overwrite = False,
     overwrite_scales: Annotated[
-        bool, typer.Option("--overwrite-scales", help="Replace scales that CHECKPOINT has.")
+        bool, typer.Option("--overwrite-scales", help="Replace scales that MODEL has.")
     ] = False,
     push_to_hub: options.PushToHub = None,
     private: options.Private = False,
     json: options.Json = False,
 ) -> None:
-    """Write a checkpoint with scales from another source, checked layer by layer."""
+    """Put scales from elsewhere into a checkpoint.
+
+    They are checked layer by layer against the model.
+    """
     from fp8calib.checkpoint.conversion import merge as run
     from fp8calib.checkpoint.hub import check_push, push
 

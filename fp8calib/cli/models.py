@@ -25,8 +25,11 @@ def models(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """List the architectures that can be calibrated and the embedded models, or print the folder
-    of one model with --path."""
+    """List architectures and the embedded model.
+
+    Which architectures can be calibrated, and which are refused and why. With --path, print the
+    folder of one model instead.
+    """
     from fp8calib import console, demo_model
     from fp8calib.architectures import ARCHITECTURES
     from fp8calib.models import resolve_model

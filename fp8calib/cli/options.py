@@ -22,7 +22,9 @@ def checked(check: Callable[[Any], None]) -> Callable[[Any], Any]:
 
 Model = Annotated[
     str,
-    typer.Argument(help="A folder, a Hugging Face Hub id, or demo:smollm2-135m-instruct."),
+    typer.Argument(
+        metavar="MODEL", help="A folder, a Hugging Face Hub id, or demo:smollm2-135m-instruct."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 SkipLayers = Annotated[
@@ -65,7 +67,7 @@ Dataset = Annotated[
     typer.Option(
         "--dataset",
         help="A JSONL, JSON, Parquet, CSV or text file, a folder of these, a Hub id, builtin:pydoc "
-        "or builtin:stdlib-code.",
+        "(Python's reference, as chats) or builtin:stdlib-code (its library's source).",
     ),
 ]
 Split = Annotated[str | None, typer.Option("--split", help="Split of the dataset.")]
@@ -75,12 +77,12 @@ MessagesColumn = Annotated[
 ]
 Samples = Annotated[int | None, typer.Option("--samples", help="Texts to draw.")]
 MaxSeqLen = Annotated[int | None, typer.Option("--max-seq-len", help="Tokens a text is cut to.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the draw.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the draw. Default 42.")]
 Strategy = Annotated[
     str | None,
     typer.Option(
         metavar="tensor|attn_head",
-        help="tensor (default): one scale per layer, loads on every vLLM backend. attn_head: "
+        help="tensor: one scale per layer, loads on every vLLM backend. attn_head: "
         "one per head; better where heads of a layer differ widely in range, and needs "
         "FlashAttention 3 or 4 to serve.",
     ),
@@ -89,16 +91,16 @@ Observer = Annotated[
     str | None,
     typer.Option(
         metavar="absmax|percentile:P|mse",
-        help="absmax (default): nothing seen is clipped. percentile:P: values beyond the P-th "
+        help="absmax: nothing seen is clipped. percentile:P: values beyond the P-th "
         "percentile are. mse: the least squared rounding error.",
     ),
 ]
 Margin = Annotated[
-    float | None, typer.Option(help="Headroom: scales are multiplied by this, 1 or more.")
+    float | None, typer.Option(help="Headroom: scales are multiplied by this, 1 to 16.")
 ]
 Query = Annotated[
     bool | None,
-    typer.Option("--query/--no-query", help="Also write q_scale (default) or not."),
+    typer.Option("--query/--no-query", help="Also write q_scale, or not."),
 ]
 Link = Annotated[
     bool, typer.Option("--link", help="Hard-link the weights instead of copying them.")
@@ -135,7 +137,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         callback=checked(check_dtype),
-        help="Of weights: auto, bfloat16, float16 or float32.",
+        help="Of the weights: auto (the checkpoint's), bfloat16, float16 or float32.",
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -193,14 +195,21 @@ Engine = Annotated[
 ]
 VLLM = Annotated[
     str | None,
-    typer.Option("--vllm", metavar="PATH", help="vLLM's executable; default: the one on PATH."),
+    typer.Option(
+        "--vllm",
+        metavar="PATH",
+        help="vLLM's executable; default: $FP8CALIB_VLLM, else the one on PATH.",
+    ),
 ]
 TensorParallelSize = Annotated[
     int | None,
     typer.Option("--tensor-parallel-size", help="GPUs that share the model; with --engine vllm."),
 ]
 VLLMArguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- VLLM_ARGUMENTS]...", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        metavar="-- VLLM_ARGUMENTS", help="Handed to vLLM, with --engine vllm.", show_default=False
+    ),
 ]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

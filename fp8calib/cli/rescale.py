@@ -15,7 +15,9 @@ from fp8calib.cli import app, options
     "fp8calib rescale ./model-fp8-kv --strategy attn_head -o ./per-head"
 )
 def rescale(
-    checkpoint: Annotated[str, typer.Argument(help="A folder that `fp8calib calibrate` made.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A folder that `fp8calib calibrate` made.")
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to make.")],
     observer: options.Observer = None,
     strategy: options.Strategy = None,
@@ -26,7 +28,10 @@ def rescale(
     overwrite: options.Overwrite = False,
     json: options.Json = False,
 ) -> None:
-    """Make new scales from what a calibration saw, without running the model again."""
+    """Make new scales from what a calibration saw.
+
+    The model does not run again. What no option changes stays as it was calibrated.
+    """
     from fp8calib import console
     from fp8calib.calibration.rescale import rescale as run
     from fp8calib.cli.calibrate import show_scales, show_warnings

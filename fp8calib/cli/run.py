@@ -58,16 +58,19 @@ def run(
     min_tokens: Annotated[int, typer.Option(help="An answer has at least so many tokens.")] = 0,
     n: Annotated[int, typer.Option("-n", "--n", help="Answers to each prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="0, the default, is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this sum.")] = 1.0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Draw from the likeliest tokens that have this probability together."),
+    ] = 1.0,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 is all.")] = 0,
     min_p: Annotated[
-        float, typer.Option(help="Draw from tokens at least this likely, beside the likeliest.")
+        float, typer.Option(help="Draw from tokens at least this share as likely as the likeliest.")
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: fewer tokens of prompt and answer again.")
+        float, typer.Option(help="Above 1: tokens of prompt and answer come again less often.")
     ] = 1.0,
     presence_penalty: Annotated[
-        float, typer.Option(help="Off the logit of each token that the answer has.")
+        float, typer.Option(help="Taken off the logit of each token that the answer has.")
     ] = 0.0,
     frequency_penalty: Annotated[
         float, typer.Option(help="The same, for each time that the answer has it.")
@@ -101,7 +104,10 @@ def run(
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
-    """Generate text on an FP8 or native KV cache; answers to stdout, all else to stderr."""
+    """Generate text on an FP8 or native KV cache.
+
+    Answers go to stdout, all else to stderr.
+    """
     from fp8calib.cli.prompts import read_prompts
     from fp8calib.models import resolve_model
     from fp8calib.runtime.config import EngineConfig

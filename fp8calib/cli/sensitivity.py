@@ -74,12 +74,13 @@ def sensitivity(
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
-    """Find the layers that an FP8 cache hurts, and the fewest to leave in 16 bit within a budget.
+    """Find the fewest layers to leave in 16 bit within a budget.
 
-    By default the budget is --budget-kl 0.05, on 16 texts of up to 256 tokens. A plain model is
-    judged at scale 1.0, a calibrated checkpoint with its scales. K and V are also judged apart: the
-    runtime here can keep one of them in 16 bit and not the other (KVFormat's native_k and native_v
-    in Python); vLLM cannot, its flag names whole layers.
+    And show what FP8 does to each layer. By default the budget is --budget-kl 0.05, on 16 texts of
+    up to 256 tokens, drawn as verify draws them. A plain model is judged at scale 1.0, a calibrated
+    checkpoint with its scales. K and V are also judged apart: the runtime here can keep one of them
+    in 16 bit and not the other (KVFormat's native_k and native_v in Python); vLLM cannot, its flag
+    names whole layers.
     """
     from fp8calib.models import resolve_model
     from fp8calib.recipe import Gates

@@ -34,7 +34,7 @@ def serve(
         str | None,
         typer.Option(
             envvar="FP8CALIB_API_KEY",
-            help="What requests must carry; the environment hides it from other users.",
+            help="The key that requests must carry; the variable keeps it out of process lists.",
         ),
     ] = None,
     served_model_name: Annotated[
@@ -56,10 +56,12 @@ def serve(
         str, typer.Option(metavar="SIZE", help="The largest request.")
     ] = _MAX_BODY_SIZE,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(help="Of one prompt; default: what the model's length leaves.")
+        int | None,
+        typer.Option(help="Most tokens of a prompt; default: what the model's length leaves."),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Of one completion; default: what the model's length leaves.")
+        int | None,
+        typer.Option(help="Most tokens of a completion; default: what the model's length leaves."),
     ] = None,
     max_n: Annotated[int, typer.Option(help="Completions of a prompt in one request.")] = _MAX_N,
     max_prompts: Annotated[int, typer.Option(help="Prompts in one request.")] = _MAX_PROMPTS,
@@ -79,7 +81,10 @@ def serve(
         bool, typer.Option("--json", help="Print the address as JSON on stdout once it listens.")
     ] = False,
 ) -> None:
-    """Serve a model to OpenAI clients: completions, chat, streaming, /health and /metrics."""
+    """Serve a model to OpenAI clients.
+
+    Completions, chat and streaming at /v1, and /health and /metrics.
+    """
     common = options.given(
         kv_cache_memory_bytes=options.memory_bytes("--kv-cache-memory", kv_cache_memory),
         max_model_len=max_model_len,
