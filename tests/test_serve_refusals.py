@@ -15,6 +15,7 @@ from serving import Running, serving
 
 from fp8calib.errors import UserError
 from fp8calib.runtime.async_llm import AsyncLLM
+from fp8calib.serve.app import create_app
 from fp8calib.serve.settings import Limits, ServerSettings
 
 Tiny = Callable[..., Path]
@@ -230,6 +231,20 @@ def test_no_number_harms_the_engine(running: Running, body: dict[str, Any]) -> N
     running.wait_until_idle()
 
 
+def test_no_telemetry_whatever_the_environment_says(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTAPI_OTEL_AUTO_CONFIGURE", "true")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    llm = AsyncLLM(str(tiny()))
+    try:
+        telemetry = getattr(create_app(llm, ServerSettings(["a"])), "_telemetry", {})
+    finally:
+        llm.shutdown()
+    parts = ("tracing", "metrics", "logs", "auto_configure")
+    assert not [part for part in parts if telemetry.get(part)]  # older releases have none
+
+
 def test_the_largest_body(running: Running) -> None:
     def body(size: int) -> bytes:
         empty = json.dumps({"prompt": "a", "max_tokens": 1, "user": ""}).encode()
@@ -246,6 +261,28 @@ def test_the_largest_body(running: Running) -> None:
             assert response.status_code == status, (form, size)
             if status == 413:
                 assert "larger than 20,000 bytes" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_body_that_comes_byte_by_byte_is_given_up(hasty: Running, path: str) -> None:
+    connection, start = slow_request(hasty.url, path), time.monotonic()
+    status, body = b"", b""
+    while time.monotonic() - start < 20 and not status:
+        with suppress(TimeoutError, BrokenPipeError):
+            connection.sendall(b" ")
+            status = connection.recv(4096)
+    with connection, connection.makefile("rb") as rest:
+        head, _, body = (status + rest.read()).partition(b"\r\n\r\n")  # the server closes it
+    assert 0.9 < time.monotonic() - start < 10
+    assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
+    error = error_of(httpx.Response(408, content=body))
+    assert "took longer than 1 s" in error["message"]
+    hasty.wait_until_idle()
+
+
+def test_an_answer_may_take_longer_than_its_request(hasty: Running) -> None:
+    """A stream listens for its client's leaving, which is no body that is late."""
+    XX
 
 
 def test_the_api_key(tiny: Tiny) -> None:

@@ -37,12 +37,19 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         yield
         llm.shutdown()
 
-    # No interactive documentation: its pages load scripts from elsewhere.
+    # No interactive documentation: its pages load scripts from elsewhere. No telemetry: FastAPI's
+    # own would record requests, and send them where environment variables say.
     app = FastAPI(
-        title="fp8calib", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+        title="fp8calib",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     errors.install(app)
-    app.add_middleware(LimitBody, max_bytes=settings.limits.body_bytes)
+    limits = settings.limits
+    app.add_middleware(LimitBody, max_bytes=limits.body_bytes, max_seconds=limits.body_seconds)
     if settings.api_key is not None:  # what is added later is asked earlier
         app.add_middleware(RequireKey, key=settings.api_key)
     if settings.hosts is not None:
