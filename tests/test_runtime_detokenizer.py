@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fp8calib.runtime.detokenizer import Detokenizer, StopStrings
+from fp8calib.runtime.detokenizer import Detokenizer, StopStrings, TextDecoder
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:
@@ -16,7 +16,7 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def stream(tokenizer: Any, ids: list[int], prompt: list[int] | None = None) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt or [])
+    detokenizer = Detokenizer(TextDecoder(tokenizer), prompt or [])
     pieces = [detokenizer.add(token) for token in ids]
     return [*pieces, detokenizer.finish()]
 
@@ -63,7 +63,7 @@ def test_what_is_no_text_does_not_pile_up(smollm2_tokenizer: Any, token: int) ->
     ids = [*hello, *[token] * 300, *smollm2_tokenizer(" wörld")["input_ids"]]
     assert "\ufffd" in decode(smollm2_tokenizer, [130])
     assert "".join(stream(smollm2_tokenizer, ids)) == decode(smollm2_tokenizer, ids)
-    detokenizer, longest = Detokenizer(smollm2_tokenizer, hello), 0
+    detokenizer, longest = Detokenizer(TextDecoder(smollm2_tokenizer), hello), 0
     for one in ids:
         detokenizer.add(one)
         longest = max(longest, len(detokenizer._window))

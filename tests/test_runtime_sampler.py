@@ -248,3 +248,15 @@ def test_the_likeliest_token_is_the_first_of_equals_and_nan_is_told(length: int)
     tokens = sampler.choose_likeliest(logits, torch.arange(4, dtype=torch.int32))
     assert tokens.tolist() == [int(logits[0].argmax()), length // 2, NAN, 0]
     assert sampler.last_tokens[:2].tolist() == tokens[:2].tolist()
+
+
+def test_tokens_of_steps_that_overlap_stay_apart() -> None:
+    """Waited for late and in any order; later steps use the same host memory again."""
+    sampler, row = Sampler(1, 8), [SamplingRow(SamplingParams(temperature=0), 0, 0)]
+    for first, second, third in ((1, 2, 3), (4, 5, 6)):
+        steps = [
+            sampler.sample(torch.nn.functional.one_hot(torch.tensor([token]), 8), row)
+            for token in (first, second, third)
+        ]
+        assert [steps[i].wait()[0] for i in (1, 0, 2)] == [[second], [first], [third]]
+    assert len(sampler._landings) == 3

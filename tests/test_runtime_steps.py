@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from greedy import by_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_cases import DEVICE
 
 from fp8calib.runtime.compiled_layers import compile_layers
@@ -26,7 +28,15 @@ from fp8calib.runtime.model_runner import Chunk, ModelRunner
 from fp8calib.runtime.packed_weights import PackedLinear, pack_weights
 from fp8calib.runtime.request import Request
 from fp8calib.runtime.sampling_params import SamplingParams
-from fp8calib.runtime.step_inputs import HostBuffers, StepInputs, StepShape, shape_of, write_step
+from fp8calib.runtime.step_inputs import (
+    HostBuffers,
+    StepInputs,
+    StepShape,
+    _views,
+    _write_chunks,
+    shape_of,
+    write_step,
+)
 
 Tiny = Callable[..., Path]
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "max_model_len": 96}
@@ -187,6 +197,28 @@ def test_a_step_is_written_as_the_kernels_read_it() -> None:
     assert step.block_tables[0][:2, :2].tolist() == [[4, 2], [6, 1]]
     assert step.block_tables[1][:2].tolist() == [[0, 3], [5, 7]]
     assert all(part.data_ptr() % 64 == buffer.data_ptr() % 64 for part in step.block_tables)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    starts=st.lists(st.integers(0, 100), min_size=1, max_size=6),
+    pending=st.lists(st.booleans(), min_size=6, max_size=6),
+    padding=st.integers(0, 3),
+)
+def test_single_tokens_are_written_as_chunks_are(
+    starts: list[int], pending: list[bool], padding: int
+) -> None:
+    chunks = []
+    for row, start in enumerate(starts):
+        tables = [[7 * row + group + n for n in range(start // 16 + 1)] for group in range(2)]
+        known = [] if pending[row] else [40 + row]
+        chunks.append(Chunk(known, start, tables, 1, slot=9 - row, pending=pending[row]))
+    size = len(chunks) + padding
+    shape = StepShape(size, size, (8, 7), size)
+    buffers = [torch.full((shape.size,), 99, dtype=torch.int32) for _ in range(2)]
+    write_step(chunks, shape, 16, buffers[0])
+    _write_chunks(chunks, shape, 16, _views(shape, buffers[1].numpy()))
+    assert torch.equal(*buffers)
 
 
 def test_a_step_of_padding_alone() -> None:

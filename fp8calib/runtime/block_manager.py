@@ -110,6 +110,8 @@ class BlockManager:
             if window is not None:
                 self._release_unseen(table, pool, num_computed + 1 - window)
         needed = -(-num_tokens // self.block_size)
+        if all(len(table) >= needed for table in tables):
+            return True
         missing = [max(0, needed - len(table)) for table in tables]
         pairs = list(zip(self.pools, missing, strict=True))
         if any(count > pool.num_free for pool, count in pairs):

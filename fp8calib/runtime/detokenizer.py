@@ -5,17 +5,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 _CONTEXT = 8  # tokens of the prompt: what a tokenizer writes for a token can depend on those before
 _INCOMPLETE = "\ufffd"  # what decoding gives for the bytes of an unfinished character
 _MAX_INCOMPLETE = 3  # of a character's at most four bytes, three can be there without the last
 _MAX_UNSETTLED = 64  # tokens without text, or bytes that make no characters, could go on forever
 
 
+class TextDecoder:
+    """The text of some tokens, without special ones. One for all sequences of a tokenizer: what a
+    single token says is asked for again and again, and is kept."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._single: dict[int, str] = {}
+        kind = type(tokenizer)
+        self._backend = None
+        if (
+            getattr(kind, "decode", None) is PreTrainedTokenizerBase.decode
+            and getattr(kind, "_decode", None) is PreTrainedTokenizerFast._decode
+        ):
+            # What these two do around this one takes longer than it does.
+            self._backend = tokenizer.backend_tokenizer
+
+    def decode(self, token_ids: list[int]) -> str:
+        if len(token_ids) != 1:
+            return self._decode(token_ids)
+        text = self._single.get(token_ids[0])
+        if text is None:
+            text = self._single[token_ids[0]] = self._decode(token_ids)
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self._backend is not None:
+            return self._backend.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
 class Detokenizer:
     """Decodes one sequence token by token; special tokens are left out."""
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decoder: TextDecoder, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decode = decoder.decode
         self._window = list(prompt_token_ids[-_CONTEXT:])  # tokens that are still decoded again
         self._settled = len(self._window)  # of these, how many are done with
         self._given = self._decode(self._window)  # what of their text was given out
@@ -48,14 +82,11 @@ class Detokenizer:
             self._given = text
         return new
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-
 
 def _certain(text: str) -> str:
     """`text` without the end that may be the beginning of a character."""
+    if not text.endswith(_INCOMPLETE):
+        return text
     tail = len(text) - len(text.rstrip(_INCOMPLETE))
     return text[: len(text) - min(tail, _MAX_INCOMPLETE)]
 
@@ -79,6 +110,8 @@ class StopStrings:
     def add(self, text: str, may_end: bool = True) -> str:
         """The part of `text`, and of what was held back, that is surely before any stop string.
         One that is complete before the text `may_end` is none."""
+        if not self._stop:
+            return text
         if self.found is not None:
             return ""
         text = self._held + text

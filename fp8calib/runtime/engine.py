@@ -16,7 +16,7 @@ from fp8calib.runtime.cache_setup import describe_store, make_store
 from fp8calib.runtime.compiled_layers import compile_layers
 from fp8calib.runtime.config import EngineConfig
 from fp8calib.runtime.cuda_graphs import DecodeGraphs
-from fp8calib.runtime.detokenizer import Detokenizer, StopStrings
+from fp8calib.runtime.detokenizer import Detokenizer, StopStrings, TextDecoder
 from fp8calib.runtime.executor import StepExecutor, StepInFlight
 from fp8calib.runtime.kv_cache_dtype import KVChoice, choose_kv_format
 from fp8calib.runtime.kv_format import KVFormat
@@ -83,6 +83,7 @@ class Engine:
         self._block_bytes = self.store.block_bytes()
         self._bf16_block_bytes = self.store.block_bytes(KVFormat(torch.bfloat16))
         self._in_flight: StepInFlight | None = None
+        self._decoder = TextDecoder(loaded.tokenizer)
         self._ids = itertools.count()
 
     def _wanted_length(self) -> int:
@@ -145,7 +146,7 @@ class Engine:
                     self.max_model_len - len(ids),
                 ),
                 eos_token_ids=self.loaded.eos_token_ids,
-                detokenizer=Detokenizer(self.loaded.tokenizer, ids),
+                detokenizer=Detokenizer(self._decoder, ids),
                 stop_strings=StopStrings(tuple(params.stop)),
                 index=index,
                 arrival_time=now,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from fp8calib.runtime.device_copy import to_device, to_host
+from fp8calib.runtime.device_copy import Landing, to_device
 from fp8calib.runtime.logprobs import LogprobTensors
 from fp8calib.runtime.penalties import Penalties
 from fp8calib.runtime.request import TokenLogprobs
@@ -17,8 +17,7 @@ NAN = -1
 """In place of the token of a row whose logits hold NaN."""
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """What the choice of one token depends on besides the logits.
 
     seed: 0 to 2**63 - 1; position: of the token in its sequence; slot: the sequence's place among
@@ -33,28 +32,36 @@ class SamplingRow:
 
 
 class SampledTokens:
-    """The tokens of one step on their way to the host."""
+    """The tokens of one step on their way to the host.
+
+    Args:
+        asked: rows with log probabilities, and of how many likeliest tokens.
+        landings: places for tokens that steps before this one are done with; this one takes one of
+            them, and gives it back once its tokens were waited for.
+    """
 
     def __init__(
-        self, tokens: torch.Tensor, logprobs: LogprobTensors | None, asked: dict[int, int]
+        self,
+        tokens: torch.Tensor,
+        logprobs: LogprobTensors | None,
+        asked: dict[int, int],
+        landings: list[Landing],
     ) -> None:
-        self._tokens = to_host(tokens)
         self._logprobs = None if logprobs is None else logprobs.to_host()
-        self._asked = asked  # rows with log probabilities, and of how many likeliest tokens
-        self._event = None
-        if tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._asked = asked
+        self._landings = landings
+        self._landing = landings.pop() if landings else Landing(tokens.device)
+        self._landing.take(tokens)
 
     def wait(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """The token of each row (NAN where the logits were), and the log probabilities of those
-        rows that asked for them."""
-        if self._event is not None:
-            self._event.synchronize()
+        rows that asked for them. To be called once."""
+        tokens = self._landing.wait()
+        self._landings.append(self._landing)
         if self._logprobs is None:
-            return self._tokens.tolist(), {}
+            return tokens, {}
         entries = self._logprobs.lists()
-        return self._tokens.tolist(), {
+        return tokens, {
             row: entry[: 1 + k]
             for (row, k), entry in zip(self._asked.items(), entries, strict=True)
         }
@@ -72,6 +79,7 @@ class Sampler:
         self.device = torch.device(device)
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)
         self.penalties = Penalties(num_slots, vocab_size, self.device)
+        self._landings: list[Landing] = []
 
     def choose_likeliest(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The likeliest token of each row of `logits` [B, vocabulary], NAN where they hold NaN;
@@ -94,7 +102,7 @@ class Sampler:
             likeliest: what `choose_likeliest` has chosen for these rows and their slots already.
         """
         if likeliest is not None and all(map(_is_plain, rows)):
-            return SampledTokens(likeliest, None, {})
+            return SampledTokens(likeliest, None, {}, self._landings)
         slots = self._upload([row.slot for row in rows])
         raw, logits = logits, self._changed(logits.float(), rows, slots)
         best, tokens = logits.max(-1)
@@ -117,7 +125,8 @@ class Sampler:
         if asked:
             at = self._upload(list(asked))
             logprobs = LogprobTensors.of(raw[at], tokens[at], max(asked.values()))
-        return SampledTokens(tokens.masked_fill(best.isnan(), NAN), logprobs, asked)
+        tokens = tokens.masked_fill(best.isnan(), NAN)
+        return SampledTokens(tokens, logprobs, asked, self._landings)
 
     def _changed(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], slots: torch.Tensor

@@ -107,9 +107,9 @@ class Scheduler:
     def _cache_full_blocks(self, request: Request, num_computed: int) -> None:
         """Let others use blocks that this step fills: it stores before it attends, so even requests
         of the same step can."""
-        if self.prefix_root is None:
-            return
         size = self.block_manager.block_size
+        if self.prefix_root is None or num_computed // size <= request.num_cached_blocks:
+            return
         extend_hashes(request.block_hashes, request.token_ids, size, self.prefix_root)
         known = request.block_hashes[: num_computed // size]
         if len(known) > request.num_cached_blocks:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ _FIXED = 6  # sections before those that there are for each group
 _ALIGNMENT = 16  # int32 numbers: kernels want sections that start at multiples of 16 bytes
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """New tokens of one sequence.
 
     token_ids: the new tokens; start: how many tokens of the sequence lie in the cache already;
@@ -70,14 +69,17 @@ class StepShape:
     @property
     def size(self) -> int:
         """Of the buffer, in int32 numbers."""
-        return _starts(self)[-1]
+        return _layout(self)[-1][0].stop
 
 
 @lru_cache(maxsize=64)
-def _starts(shape: StepShape) -> list[int]:
-    """Where each section begins, and where the last one ends."""
-    sizes = (prod(section) for section in shape.sections())
-    return [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+def _layout(shape: StepShape) -> list[tuple[slice, tuple[int, ...]]]:
+    """Where each section lies, and its shape."""
+    sections = shape.sections()
+    sizes = [prod(section) for section in sections]
+    starts = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+    places = (slice(at, at + size) for at, size in zip(starts, sizes, strict=False))
+    return list(zip(places, sections, strict=True))
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ class StepInputs:
 def _views(shape: StepShape, buffer: Any) -> list[Any]:
     """The sections of a buffer, which is a tensor or an array."""
     return [
-        buffer[start : start + prod(section)].reshape(section)
-        for start, section in zip(_starts(shape), shape.sections(), strict=False)
+        buffer[place] if len(section) == 1 else buffer[place].reshape(section)
+        for place, section in _layout(shape)
     ]
 
 
@@ -177,6 +179,48 @@ def write_step(
     """Fill `buffer`, on the host, with the numbers of these chunks. What `shape` has beyond them is
     padding: sequences of length 0 with one new token each, which is neither stored nor kept."""
     views = _views(shape, buffer.numpy())
+    decodes = shape.num_tokens == shape.num_seqs == shape.num_rows
+    if decodes and all(chunk.num_tokens == chunk.num_logits == 1 for chunk in chunks):
+        _write_decodes(chunks, shape, block_size, views)
+    else:
+        _write_chunks(chunks, shape, block_size, views)
+
+
+def _write_decodes(
+    chunks: Sequence[Chunk], shape: StepShape, block_size: int, views: list[np.ndarray]
+) -> None:
+    """As `_write_chunks`, with few calls of numpy: what a step of a model costs the host is mostly
+    code that has left the processor's caches since the step before."""
+    input_ids, positions, starts, seq_lens, rows, slots = views[:_FIXED]
+    slot_mappings, tables = _by_group(shape, views)
+    count = len(chunks)
+    if count < shape.num_seqs:
+        for part, padding in ((input_ids, 0), (positions, 0), (seq_lens, 0), (slots, -1)):
+            part[count:] = padding
+        for mapping in slot_mappings:
+            mapping[count:] = -1
+    before = [chunk.start for chunk in chunks]
+    input_ids[:count] = [
+        -1 - chunk.slot if chunk.pending else chunk.token_ids[0] for chunk in chunks
+    ]
+    positions[:count] = before
+    seq_lens[:count] = [start + 1 for start in before]
+    slots[:count] = [chunk.slot for chunk in chunks]
+    starts[:] = numbers = np.arange(shape.num_seqs + 1)
+    rows[:] = numbers[:-1]
+    for group, (table, mapping) in enumerate(zip(tables, slot_mappings, strict=True)):
+        lists = [chunk.block_tables[group] for chunk in chunks]
+        for row, blocks in enumerate(lists):
+            table[row, : len(blocks)] = blocks
+        mapping[:count] = [
+            blocks[start // block_size] * block_size + start % block_size
+            for blocks, start in zip(lists, before, strict=True)
+        ]
+
+
+def _write_chunks(
+    chunks: Sequence[Chunk], shape: StepShape, block_size: int, views: list[np.ndarray]
+) -> None:
     input_ids, positions, starts, seq_lens, rows, slots = views[:_FIXED]
     slot_mappings, tables = _by_group(shape, views)
     lengths = np.array([chunk.num_tokens for chunk in chunks], np.int32)
