@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +21,7 @@ class APIError(HTTPException):
     """A request that is answered with an error.
 
     status: HTTP status; message: one line for a person; param: the field that is wrong;
-    code: a word for programs.
+    code: a word for programs; headers: of the answer.
     """
 
     def __init__(
@@ -31,8 +31,9 @@ class APIError(HTTPException):
         status: int = 400,
         param: str | None = None,
         code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message)
+        super().__init__(status, message, headers)
         self.param, self.code = param, code
 
     def body(self) -> dict[str, Any]:

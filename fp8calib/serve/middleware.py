@@ -1,5 +1,5 @@
-"""What is checked before a request is read: its Host, the API key, the size of its body; and how
-a cancelled one ends."""
+"""What is checked before a request is read: its Host, the API key, the size of its body and
+how long that takes; and how a cancelled one ends."""
 
 from __future__ import annotations
 
@@ -74,31 +74,47 @@ class EndCancelled:
 
 class LimitBody:
     """Refuses bodies above a number of bytes: by the length they announce, else while they come
-    in, so that no more than that is ever held."""
+    in, so that no more than that is ever held; and bodies that are not there `max_seconds` after
+    their header, whose connection is closed: a client could hold it forever by a byte a minute."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: int) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.max_seconds = max_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self.max_bytes:
-            return await error_response(self._refusal())(scope, receive, send)
+            return await error_response(self._too_large())(scope, receive, send)
+        deadline: float | None = asyncio.get_running_loop().time() + self.max_seconds
         seen = 0
 
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+        async def limited() -> Message:
+            nonlocal deadline, seen
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
+            if not message.get("more_body"):
+                deadline = None  # what is received from now on is that the client has gone
             seen += len(message.get("body", b""))
             if seen > self.max_bytes:
-                raise self._refusal()
+                raise self._too_large()
             return message
 
-        await self.app(scope, counted, send)
+        await self.app(scope, limited, send)
 
-    def _refusal(self) -> APIError:
+    def _too_large(self) -> APIError:
         return APIError(
             f"the request is larger than {self.max_bytes:,} bytes, this server's limit", status=413
+        )
+
+    def _too_slow(self) -> APIError:
+        return APIError(
+            f"the request's body took longer than {self.max_seconds} s, this server's limit",
+            status=408,
+            headers={"Connection": "close"},
         )

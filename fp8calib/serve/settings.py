@@ -12,15 +12,16 @@ from fp8calib.errors import UserError
 class Limits:
     """The most that one request may ask for; None: what the model's length allows.
 
-    body_bytes: of the whole request. prompt_tokens: of one prompt. max_tokens: of one completion.
-    prompts: in one request. n: completions of one prompt. stop: strings, and stop_bytes each.
-    logprobs: alternatives to each token.
+    body_bytes: of the whole request, which must be there after body_seconds. prompt_tokens: of one
+    prompt. max_tokens: of one completion. prompts: in one request. n: completions of one prompt.
+    stop: strings, and stop_bytes each. logprobs: alternatives to each token.
 
     Raises:
         UserError: a limit below 1.
     """
 
     body_bytes: int = 16 << 20
+    body_seconds: int = 60
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     prompts: int = 256
