@@ -489,7 +489,7 @@ def test_gates_come_from_options_then_the_recipe_then_the_defaults(
         (["--attention", "exact"], "unknown attention 'exact'"),
         (["--kv-cache-dtype", "bfloat16", "--attention", "fp8"], "needs an FP8 cache"),
         (["--skip-layers", "7"], "no attention layer 7"),
-        (["--max-kl", "-1"], "max_kl"),
+        (["--max-kl", "-1"], "--max-kl: Input should be greater than 0"),
         (["--samples", "0"], "samples (0)"),
         (["--dataset", "/no/such.jsonl"], "/no/such.jsonl"),
         (["--recipe", "nope"], "there is no recipe 'nope'"),

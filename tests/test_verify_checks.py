@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fp8calib
 from fp8calib import SamplingParams, console
 from fp8calib.checkpoint import open_checkpoint, write_checkpoint
+from fp8calib.cli.verify_output import failures
 from fp8calib.data import load_data
 from fp8calib.errors import CheckFailed, UserError
 from fp8calib.evaluation import verify
@@ -420,6 +421,7 @@ def test_junit_is_a_test_case_for_each_gate(
     assert suite.get("failures") == str(len(failed))
     said = cases["max_kl"].find("failure").get("message")  # type: ignore
     assert said.startswith("mean KL ") and "at most 1e-09" in said
+    assert "no layer stands out, largest errors in layers " in failures(result)
     assert "<name> &" in suite.get("name", "") and suite.get("timestamp", "")[:2] == "20"
 
 

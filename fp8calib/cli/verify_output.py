@@ -168,12 +168,19 @@ def failures(result: Verification) -> str:
     )
     if layers:
         listed = ", ".join(list(layers)[:8]) + (", ..." if len(layers) > 8 else "")
-        gates.append(f"see layer{'s' * (len(layers) > 1)} {listed}")
+        found = any(_unusual(errors) for errors in result.layer_errors.values())
+        what = "see" if found else "no layer stands out, largest errors in"
+        gates.append(f"{what} layer{'s' * (len(layers) > 1)} {listed}")
     return "; ".join(gates)
+
+
+def _unusual(errors: Sequence[LayerError]) -> bool:
+    return any(layer.error > UNUSUAL_ERROR for layer in errors)
 
 
 def _layers_line(title: str, errors: list[LayerError]) -> str:
     listed = "; ".join(layer.describe() for layer in culprits(errors)[:8])
-    unusual = errors and max(layer.error for layer in errors) > UNUSUAL_ERROR
-    what = "beyond FP8's usual rounding in" if unusual else "no layer stands out; largest in"
+    what = "beyond FP8's usual rounding in"
+    if not _unusual(errors):
+        what = "no layer stands out; largest in"
     return f"error of attention outputs ({title}), {what}: {listed}"
