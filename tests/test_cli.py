@@ -88,7 +88,7 @@ def test_json_is_all_there_is_on_stdout(
         (["calibrate", "MODEL", "--strategy", "channel"], "'tensor' or 'attn_head'"),
         (["calibrate", "MODEL", "--dataset", "/no/such.jsonl"], "/no/such.jsonl"),
         (
-            ["calibrate", "MODEL", "--dataset", "TEXTS", "--skip-layers", "9"],
+            ["calibrate", "MODEL", "--dataset", "TEXTS", "--skip-layers", "9", "--dry-run"],
             "no attention layer 9",
         ),
         (["calibrate", "MODEL", "--margin", "0"], "margin"),

@@ -177,6 +177,8 @@ def _prepare(
         check_output(target, how.overwrite, source)
         checkpoint = check_source(source, how.overwrite_scales, asked.strategy)
         check_architecture(checkpoint.config)
+        if checkpoint.layers:  # where they are recognised without a forward pass
+            resolve_skip_layers(asked.kv_cache_dtype_skip_layers, checkpoint.layers)
         if not how.link:
             check_room(target, checkpoint.weight_files)
         data = load_calibration_text(model, source, asked, how.trust_remote_code)
