@@ -104,7 +104,8 @@ def find_vllm(named: str | None = None) -> Path:
     if found is None:
         raise UserError(
             "vLLM is not installed: `pip install vllm` in an environment of its own, then put its "
-            f"`vllm` on PATH or name it with --vllm PATH or {EXECUTABLE_VARIABLE}"
+            f"`vllm` on PATH or name it with {EXECUTABLE_VARIABLE}, --vllm PATH or, for verify, "
+            "--python PATH"
         )
     return Path(found)
 

@@ -198,7 +198,7 @@ VLLM = Annotated[
     typer.Option(
         "--vllm",
         metavar="PATH",
-        help="vLLM's executable; default: $FP8CALIB_VLLM, else the one on PATH.",
+        help="vLLM's executable; default: $FP8CALIB_VLLM, else beside this Python, else on PATH.",
     ),
 ]
 TensorParallelSize = Annotated[

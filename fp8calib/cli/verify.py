@@ -136,7 +136,10 @@ def verify(
     ] = "fp8calib",
     python: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="With --engine vllm: the Python that has vLLM."),
+        typer.Option(
+            metavar="PATH",
+            help="With --engine vllm: the Python that has it; default: as for serve.",
+        ),
     ] = None,
     max_ppl_increase: Annotated[
         float | None,
