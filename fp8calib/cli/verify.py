@@ -136,10 +136,7 @@ def verify(
     ] = "fp8calib",
     python: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH",
-            help="With --engine vllm: the Python that has it; default: as for serve.",
-        ),
+        typer.Option(metavar="PATH", help="The Python of --engine vllm; default: as for serve."),
     ] = None,
     max_ppl_increase: Annotated[
         float | None,
@@ -167,9 +164,7 @@ def verify(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            help="Take the gates of this recipe file, or built-in one. Gate options override."
-        ),
+        typer.Option(help="A recipe file, or built-in one, whose gates to take. Options override."),
     ] = None,
     report: Annotated[
         str | None,
@@ -198,8 +193,7 @@ def verify(
     """Measure what an FP8 cache costs; fail when it is too much.
 
     By default on 32 texts of up to 512 tokens that the default calibration does not see: split
-    test_sft of HuggingFaceH4/ultrachat_200k; for demo:smollm2-135m-instruct, and whatever was
-    calibrated on builtin:pydoc, that dataset's split heldout.
+    test_sft of HuggingFaceH4/ultrachat_200k, or for the demo split heldout of builtin:pydoc.
     """
     given = {k: v for k, v in locals().items() if v is not None}
     gates = _gates(given, recipe)
@@ -213,8 +207,7 @@ def verify(
     names += "needle needle_trials task_folder task_limit device dtype trust_remote_code"
     chosen = {name: given[name] for name in names.split() if name in given}
     chosen["kv_cache_dtype_skip_layers"] = skip_layers
-    chosen["needle_lengths"] = _lengths(needle_lengths)
-    chosen["tasks"] = _tasks(tasks)
+    chosen |= {"needle_lengths": _lengths(needle_lengths), "tasks": _tasks(tasks)}
     result = _run(model, gates, chosen, engine, python, files.get("junit"))
     _finish(result, files, png, card, json)
 
