@@ -156,7 +156,7 @@ def test_pool_of_more_than_2_to_the_31_entries():
 
 
 def test_a_cuda_graph_follows_changing_lengths():
-    for batch, longest in ((4, 3000), (64, 700)):  # planned flat, and longest first
+    for batch, longest, kind in ((4, 3000, "few"), (64, 700, "many"), (64, 700, "short")):
         layer = random_layer([longest] * batch)
         plan = fpa.DecodePlan(
             layer["k_pages"], layer["v_pages"], num_q_heads=32, max_num_seqs=batch
@@ -164,8 +164,8 @@ def test_a_cuda_graph_follows_changing_lengths():
         out = torch.empty_like(layer["query"])
         lens = layer["seq_lens"]
 
-        def step(plan=plan, layer=layer, out=out, lens=lens):
-            plan.update(lens)
+        def step(plan=plan, layer=layer, out=out, lens=lens, kind=kind):
+            assert plan.update(lens, 1000 if kind == "short" else None).kind == kind
             fpa.attend(**{**layer, "out": out, "plan": plan})
 
         step()

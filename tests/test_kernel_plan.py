@@ -85,3 +85,39 @@ def test_few_pairs_share_the_work_equally(monkeypatch):
         plan.update(torch.tensor(lens, dtype=torch.int32, device=DEVICE))
         _, loads = read_plan(plan)
         assert max(loads) <= sum(lens) / TILE / 16 + 1
+
+
+def test_many_short_sequences_are_cut_in_their_own_way(monkeypatch):
+    from fp8_paged_attention import plan as plan_module
+    from fp8_paged_attention.device import Hardware
+    from fp8_paged_attention.tuning import DecodeConfig
+
+    configs = {"few": DecodeConfig(32, 2, 2), "many": DecodeConfig(32, 2, 2)}
+    configs["short"] = DecodeConfig(TILE, 2, 3)
+    monkeypatch.setattr(plan_module, "MANY_PAIRS", 4)
+    monkeypatch.setattr(plan_module, "hardware", lambda device: Hardware(0, 2))
+    monkeypatch.setattr(plan_module, "decode_config", lambda k, v, kind: configs[kind])
+    pages = fpa.allocate(1, 2, 16, 16, 16, torch.uint8, DEVICE)
+    options = {"num_q_heads": 2, "max_num_seqs": 4}
+    plan = fpa.DecodePlan(*pages, **options)
+    lens = torch.tensor([100, 1024, 0, 33], dtype=torch.int32, device=DEVICE)
+    most = plan.SHORT_TOKENS
+    for count, bound, kind in (
+        (1, most, "few"),
+        (2, most, "many"),  # four pairs run at once
+        (3, most, "short"),
+        (3, most + 1, "many"),
+        (3, None, "many"),
+        (4, 1, "short"),
+    ):
+        plan.update(lens[:count], bound)
+        assert (plan.kind, plan.config) == (kind, configs[kind])
+        tile, pieces = plan.config.tile, read_plan(plan)[0]
+        for (sequence, _), parts in pieces.items():
+            tiles = sorted(tile for first, end, _, _ in parts for tile in range(first, end))
+            assert tiles == list(range(-(-int(lens[sequence]) // tile)))
+    assert [plan.depends_on_length(count) for count in (1, 2, 3)] == [False, False, True]
+    windowed = fpa.DecodePlan(*pages, **options, sliding_window=64)
+    assert windowed.update(lens).kind == "short" and not windowed.depends_on_length(4)
+    same = fpa.DecodePlan(*pages, **options, config=configs["few"])
+    assert not same.depends_on_length(4)

@@ -223,6 +223,21 @@ def test_many_sequences_are_planned_longest_first(monkeypatch):
     assert relative_error(attend(case), case.reference()) < ERROR["accurate"]
 
 
+def test_a_bound_on_lengths_that_is_wrong_changes_no_result(monkeypatch):
+    from fp8_paged_attention import plan
+    from fp8_paged_attention.device import Hardware
+
+    monkeypatch.setattr(plan, "MANY_PAIRS", 4)
+    monkeypatch.setattr(plan, "hardware", lambda device: Hardware(0, 1))
+    lengths = [33, 0, 1, 700, 64, 5]
+    case = case_of(seq_lens=lengths, new_tokens=[1] * 6, dims=(SMALL, SMALL))
+    table = fpa.DecodePlan(
+        case.tensors["k_pages"], case.tensors["v_pages"], num_q_heads=4, max_num_seqs=6
+    )
+    assert table.update(case.tensors["seq_lens"], 40).kind == "short"
+    assert relative_error(attend(case, plan=table), case.reference()) < ERROR["accurate"]
+
+
 def test_one_plan_follows_changing_lengths():
     case = case_of(seq_lens=[97, 64, 31], new_tokens=[1] * 3, dims=(SMALL, SMALL))
     plan = fpa.DecodePlan(

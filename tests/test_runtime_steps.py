@@ -4,7 +4,7 @@ by another backend."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,30 @@ def test_padded_decode_steps_give_the_same_tokens(
     assert_same(run(loaded), run(loaded, prepare, async_scheduling=True))
     graphs = engines[0].executor.runner.graphs
     assert graphs is not None and set(graphs.captured) <= {1, 2, 4, 6} and graphs.captured
+
+
+def test_short_sequences_have_graphs_of_their_own(llama: LoadedModel) -> None:
+    """Where it matters to attention; as sequences grow past the bound, the other graph follows."""
+    engines: list[Engine] = []
+    asked = []
+
+    def prepare(engine: Engine) -> None:
+        engines.append(engine)
+        replayed(engine)
+        runner = engine.executor.runner
+
+        def max_seq_len(chunks: Sequence[Chunk], num_seqs: int) -> int | None:
+            asked.append(num_seqs)
+            longest = max(chunk.start + 1 for chunk in chunks)
+            return 47 if num_seqs >= 2 and longest <= 47 else None
+
+        runner._plans.max_seq_len = max_seq_len  # type: ignore[method-assign]
+
+    assert_same(run(llama), run(llama, prepare))
+    graphs = engines[0].executor.runner.graphs
+    assert graphs is not None and set(asked) >= set(graphs.captured)
+    short, long = ({size for size, at in graphs._replays if at == bound} for bound in (47, None))
+    assert short & long and 1 not in short
 
 
 def test_a_model_that_cannot_be_captured_runs_on(

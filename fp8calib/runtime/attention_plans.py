@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import fp8_paged_attention as fpa
 
 from fp8calib.layers import LayerSpec
 from fp8calib.runtime.kv_store import KVStore, LayerCache
-from fp8calib.runtime.step_inputs import StepInputs
+from fp8calib.runtime.step_inputs import Chunk, StepInputs
 
 if TYPE_CHECKING:
     from fp8_paged_attention import DecodePlan, StepPlan
@@ -57,8 +57,20 @@ class AttentionPlans:
         if inputs.num_decodes:
             self._make_decode_plans(inputs.num_decodes)
             for kind, decode_plan in self._decode_plans.items():
-                plans[kind] = decode_plan.update(inputs.seq_lens[: inputs.num_decodes])
+                plans[kind] = decode_plan.update(
+                    inputs.seq_lens[: inputs.num_decodes], inputs.max_seq_len
+                )
         return {layer.index: plan for kind, plan in plans.items() for layer in self._kinds[kind]}
+
+    def max_seq_len(self, chunks: Sequence[Chunk], num_seqs: int) -> int | None:
+        """The bound on the length of sequences with one new token to plan a step for: None unless
+        plans for `num_seqs` of them depend on it. Few values, since each has CUDA graphs."""
+        self._make_decode_plans(num_seqs)
+        plans = (p for p in self._decode_plans.values() if p.depends_on_length(num_seqs))
+        plan = next(plans, None)
+        if plan is None or max(chunk.start + 1 for chunk in chunks) > plan.SHORT_TOKENS:
+            return None
+        return plan.SHORT_TOKENS
 
     def _make_decode_plans(self, num_seqs: int) -> None:
         """Make sure that there are plans with room for so many sequences."""

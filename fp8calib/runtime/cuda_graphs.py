@@ -1,4 +1,5 @@
-"""Decode steps as CUDA graphs: captured once for each padded batch size, then replayed.
+"""Decode steps as CUDA graphs: captured once for each padded batch size, then replayed. Where it
+matters to attention whether all sequences are short, there is a second graph for those.
 
 A step's numbers are copied into a buffer that stays where it is; the graph reads them there, plans
 attention, runs the model and leaves its results where it always does. Rows of padding have length 0
@@ -47,12 +48,12 @@ class DecodeGraphs:
         self._capture = capture or _Capture(device)
         size = self._shape(max_batch_size).size
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        self._replays: dict[int, Replay] = {}
+        self._replays: dict[tuple[int, int | None], Replay] = {}
 
     @property
     def captured(self) -> list[int]:
         """The batch sizes that have a graph."""
-        return sorted(self._replays)
+        return sorted({size for size, _ in self._replays})
 
     def _shape(self, size: int) -> StepShape:
         return StepShape(size, size, self._widths, size)
@@ -64,35 +65,42 @@ class DecodeGraphs:
         return self._shape(next(size for size in self._sizes if size >= shape.num_seqs))
 
     def run(
-        self, shape: StepShape, host: torch.Tensor, on_copy: Callable[[], None], run: Run
+        self,
+        shape: StepShape,
+        max_seq_len: int | None,
+        host: torch.Tensor,
+        on_copy: Callable[[], None],
+        run: Run,
     ) -> Result | None:
-        """Replay the step in `host`, captured of `run` if it is the first of its shape.
+        """Replay the step in `host`, captured of `run` if it is the first of its shape and bound.
 
         Args:
+            max_seq_len: as in StepInputs.
             on_copy: is called when the copy out of `host` has been started.
 
         Returns:
             what `run` does, overwritten by the next replay; None when this model cannot be
             captured, of which `failure` then says why.
         """
-        if shape.num_seqs not in self._replays:
+        key = (shape.num_seqs, max_seq_len)
+        if key not in self._replays:
             try:
-                self._add(shape, run)
+                self._replays[key] = self._captured(shape, max_seq_len, run)
             except RuntimeError as problem:
                 self.failure = " ".join(str(problem).split())[:200]
                 return None
         self._buffer[: shape.size].copy_(host, non_blocking=True)
         on_copy()
-        return self._replays[shape.num_seqs]()
+        return self._replays[key]()
 
-    def _add(self, shape: StepShape, run: Run) -> None:
+    def _captured(self, shape: StepShape, max_seq_len: int | None, run: Run) -> Replay:
         """Capture `run`, with nothing but padding to work on: it has to run before that, to have
         kernels compiled and libraries set up, and must leave no trace."""
         padding = torch.empty(shape.size, dtype=torch.int32)
         write_step([], shape, 1, padding)
         self._buffer[: shape.size].copy_(padding)
-        inputs = StepInputs.of(shape, self._buffer, 1, shape.num_seqs)
-        self._replays[shape.num_seqs] = self._capture(lambda: run(inputs))
+        inputs = StepInputs.of(shape, self._buffer, 1, shape.num_seqs, max_seq_len)
+        return self._capture(lambda: run(inputs))
 
 
 class _Capture:

@@ -75,7 +75,11 @@ class ModelRunner:
         result = None
         if self.graphs is not None and padded is not None:
             result = self.graphs.run(
-                padded, host, self._hosts.note_copy, lambda inputs: self._run(inputs, sampler)
+                padded,
+                self._plans.max_seq_len(chunks, padded.num_seqs),
+                host,
+                self._hosts.note_copy,
+                lambda inputs: self._run(inputs, sampler),
             )
         if result is None:
             on_device = host.to(self.store.device, non_blocking=True)
@@ -83,7 +87,10 @@ class ModelRunner:
             lengths = [chunk.num_tokens for chunk in chunks]
             longer = (row for row, length in enumerate(lengths) if length > 1)
             num_decodes = next(longer, len(chunks))
-            inputs = StepInputs.of(shape, on_device, max(lengths), num_decodes)
+            bound = None
+            if num_decodes:
+                bound = self._plans.max_seq_len(chunks[:num_decodes], num_decodes)
+            inputs = StepInputs.of(shape, on_device, max(lengths), num_decodes, bound)
             result = self._run(inputs, sampler)
         rows = sum(chunk.num_logits for chunk in chunks)
         return tuple(part[:rows] for part in result)

@@ -92,7 +92,7 @@ class StepInputs:
     token that follows them, -1 for rows that none is chosen for; slot_mappings: of each group [T],
     the slot of each token in the pages, -1 for padding; block_tables: of each group [B, width].
     max_seqlen_q: the most new tokens of a sequence; num_decodes: so many sequences at the start
-    have one.
+    have one; max_seq_len: a bound on their length, if it matters.
     """
 
     shape: StepShape
@@ -106,17 +106,23 @@ class StepInputs:
     block_tables: list[torch.Tensor]
     max_seqlen_q: int
     num_decodes: int
+    max_seq_len: int | None = None
 
     @classmethod
     def of(
-        cls, shape: StepShape, buffer: torch.Tensor, max_seqlen_q: int, num_decodes: int
+        cls,
+        shape: StepShape,
+        buffer: torch.Tensor,
+        max_seqlen_q: int,
+        num_decodes: int,
+        max_seq_len: int | None = None,
     ) -> StepInputs:
         """The views of `buffer`, which holds a step of this shape."""
         views = _views(shape, buffer)
         mappings, tables = _by_group(shape, views)
         ids, positions, starts, lens, rows, slots = views[:_FIXED]
         fixed = (ids, positions, starts, lens, rows, slots)
-        return cls(shape, *fixed, mappings, tables, max_seqlen_q, num_decodes)
+        return cls(shape, *fixed, mappings, tables, max_seqlen_q, num_decodes, max_seq_len)
 
     @property
     def wants_all_rows(self) -> bool:

@@ -122,6 +122,7 @@ def _copy_tile(
     v_page,
     tile,
     head,
+    length,
     there,
     HEADS: gl.constexpr,
     DK: gl.constexpr,
@@ -133,7 +134,7 @@ def _copy_tile(
     K_COPY: gl.constexpr,
     V_COPY: gl.constexpr,
 ):
-    """Start copying a tile if it is there."""
+    """Start copying a tile if it is there; what lies behind the last token becomes zero."""
     row = gl.arange(0, TILE, layout=gl.SliceLayout(1, K_COPY))
     dk = gl.arange(0, DK_PAD, layout=gl.SliceLayout(0, K_COPY))
     group = gl.arange(0, TILE // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, V_COPY)))
@@ -151,8 +152,9 @@ def _copy_tile(
         v_group += group % (PAGE // 16) * (DV * 16)
         k_at = k_ptr + k_row[:, None] + dk[None, :]
         v_at = v_ptr + v_group[:, None, None] + dv_i
-    _copy(k_smem, k_at, mask=(dk < DK)[None, :] & there)
-    _copy(v_smem, v_at, mask=(dv < DV)[None, :, None] & there)
+    left = gl.where(there, length - tile * TILE, 0)
+    _copy(k_smem, k_at, mask=(dk < DK)[None, :] & (token < left)[:, None])
+    _copy(v_smem, v_at, mask=(dv < DV)[None, :, None] & (group * 16 < left)[:, None, None])
     async_copy.commit_group()
 
 
@@ -312,6 +314,7 @@ def _decode_hopper_kernel(
                 v_page,
                 first + ring,
                 head,
+                length,
                 first + ring < end,
                 HEADS,
                 DK,
@@ -415,6 +418,7 @@ def _decode_hopper_kernel(
                 v_page,
                 ahead,
                 head,
+                length,
                 ahead < end,
                 HEADS,
                 DK,

@@ -13,6 +13,10 @@ Flat, for few pairs whose pieces would come out much larger than T/N: program c 
 ``c*T/N .. (c+1)*T/N`` of all in a row. All programs have the same work, but a program whose range
 crosses from one pair to the next starts twice.
 
+How long a tile is, and how many programs run at once, is decided on the host, by the number of
+pairs and, with many, by a bound on their length: short pairs do better in small tiles, by more
+programs at once.
+
 An entry of the plan is eight int32: sequence (-1: no work), KV head, first tile, end tile, slot of
 the partial result (-1: the pair is whole), the next entry of the same program (-1: none), the
 sequence's length, one unused.
@@ -23,7 +27,7 @@ import triton
 import triton.language as tl
 
 from .device import hardware
-from .tuning import DecodeConfig, decode_config
+from .tuning import KINDS, DecodeConfig, decode_config
 
 MANY_PAIRS = 160
 """From so many (sequence, KV head) pairs on, most pairs stay whole."""
@@ -288,6 +292,9 @@ class DecodePlan:
     a step, inside the CUDA graph, before the first layer's ``attend(..., plan=plan)``.
     """
 
+    SHORT_TOKENS = 1024
+    """A sequence of at most so many tokens is short."""
+
     def __init__(
         self,
         k_pages: torch.Tensor,
@@ -311,8 +318,7 @@ class DecodePlan:
         """
         device = k_pages.device
         num_kv_heads, head_dim_v = k_pages.shape[1], v_pages.shape[3]
-        # How the kernel is cut with few pairs and with many.
-        self.configs = [config or decode_config(k_pages, v_pages, many) for many in (False, True)]
+        self.configs = {kind: config or decode_config(k_pages, v_pages, kind) for kind in KINDS}
         self.num_kv_heads = num_kv_heads
         self.num_q_heads = num_q_heads
         self.head_dim_v = head_dim_v
@@ -323,13 +329,14 @@ class DecodePlan:
         self.num_sms = hardware(device).num_sms
         pairs = max_num_seqs * num_kv_heads
         columns = num_q_heads // num_kv_heads * max_seqlen_q
-        programs = self.num_sms * max(config.programs_per_sm for config in self.configs)
+        programs = self.num_sms * max(one.programs_per_sm for one in self.configs.values())
         self.max_entries = programs + pairs
         self.entries = torch.zeros(self.max_entries, FIELDS, dtype=torch.int32, device=device)
         self.pairs = torch.zeros(pairs, 4, dtype=torch.int32, device=device)
         self.partial = torch.empty(self.max_entries, columns, head_dim_v, device=device)
         self.partial_lse = torch.empty(self.max_entries, columns, device=device)
         self.num_seqs = 0
+        self.kind = "few"
 
     @property
     def num_pairs(self) -> int:
@@ -339,17 +346,17 @@ class DecodePlan:
     @property
     def many(self) -> bool:
         """Whether there are so many pairs that most stay whole."""
-        return self.num_pairs >= MANY_PAIRS
+        return self.kind != "few"
 
     @property
     def config(self) -> DecodeConfig:
         """How the kernel is cut for the batch planned last."""
-        return self.configs[self.many]
+        return self.configs[self.kind]
 
     @property
     def num_programs(self) -> int:
         """Programs that run at once."""
-        return self.num_sms * self.config.programs_per_sm
+        return self._at_once(self.kind)
 
     @property
     def grid(self) -> int:
@@ -361,12 +368,33 @@ class DecodePlan:
         """Pairs that may be cut: all, or those planned first (fewer than programs are cut)."""
         return min(self.num_pairs, self.num_programs) if self.many else self.num_pairs
 
-    def update(self, seq_lens: torch.Tensor) -> "DecodePlan":
+    def depends_on_length(self, num_seqs: int) -> bool:
+        """Whether, for so many sequences, it matters to :meth:`update` that all are short."""
+        return (
+            self._kind(num_seqs, self.SHORT_TOKENS) != self._kind(num_seqs, None)
+            and self.configs["short"] != self.configs["many"]
+        )
+
+    def _kind(self, num_seqs: int, max_seq_len: int | None) -> str:
+        pairs = num_seqs * self.num_kv_heads
+        if pairs < MANY_PAIRS:
+            return "few"
+        bounds = [bound for bound in (max_seq_len, self.sliding_window) if bound is not None]
+        short = min(bounds, default=self.SHORT_TOKENS + 1) <= self.SHORT_TOKENS
+        # Pairs that all run at once anyway are better off with large tiles.
+        return "short" if short and pairs > self._at_once("many") else "many"
+
+    def _at_once(self, kind: str) -> int:
+        return self.num_sms * self.configs[kind].programs_per_sm
+
+    def update(self, seq_lens: torch.Tensor, max_seq_len: int | None = None) -> "DecodePlan":
         """Plan a batch.
 
         Args:
             seq_lens: `[B]`, int32, B at most ``max_num_seqs``; inside a CUDA graph always the same
                 tensor.
+            max_seq_len: a bound on ``seq_lens``, if there is one: batches of short sequences are
+                cut in another way. Longer ones are attended all the same, but not as fast.
 
         Raises:
             ValueError: another dtype, device or too many sequences.
@@ -385,6 +413,7 @@ class DecodePlan:
                 f"the plan is for at most {self.max_num_seqs} sequences, got {len(seq_lens)}"
             )
         self.num_seqs = len(seq_lens)
+        self.kind = self._kind(self.num_seqs, max_seq_len)
         if self.num_seqs == 0:
             return self
         # Flat plans are made an entry at a time, pieces a sequence at a time.

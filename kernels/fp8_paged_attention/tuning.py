@@ -25,19 +25,23 @@ class DecodeConfig:
 
 INTERPRETED = DecodeConfig(tile=32, num_stages=1, programs_per_sm=2)
 
-# (arch, larger head size rounded up to a power of two, bytes an entry, page size up to 128, many
-# (sequence, KV head) pairs). Measured on an H200.
+KINDS = ("few", "many", "short")
+"""Kinds of batches: of few (sequence, KV head) pairs, of many, of many short ones (plan.py)."""
+
+# (arch, larger head size rounded up to a power of two, bytes an entry, page size up to 128, kind);
+# many short pairs are cut as many are where nothing else is said. Measured on an H200.
 TABLE = {
-    (90, 128, 1, 64, False): DecodeConfig(tile=64, num_stages=5, programs_per_sm=2),
-    (90, 128, 1, 64, True): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
-    (90, 128, 1, 32, False): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2),
-    (90, 128, 1, 32, True): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
-    (90, 128, 1, 16, False): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2),
-    (90, 128, 1, 16, True): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
+    (90, 128, 1, 128, "short"): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
+    (90, 128, 1, 64, "few"): DecodeConfig(tile=64, num_stages=5, programs_per_sm=2),
+    (90, 128, 1, 64, "many"): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
+    (90, 128, 1, 32, "few"): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2),
+    (90, 128, 1, 32, "many"): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
+    (90, 128, 1, 16, "few"): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2),
+    (90, 128, 1, 16, "many"): DecodeConfig(tile=64, num_stages=3, programs_per_sm=3),
     **{
-        (90, 64, 1, page, many): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2)
+        (90, 64, 1, page, kind): DecodeConfig(tile=128, num_stages=3, programs_per_sm=2)
         for page in (128, 64, 32, 16)
-        for many in (False, True)
+        for kind in ("few", "many")
     },
 }
 
@@ -47,15 +51,18 @@ _SHARED_KIB = {80: 80, 87: 80, 90: 112, 100: 112, 103: 112}
 _SHARED_KIB_OTHER = 48
 
 
-def decode_config(k_pages: torch.Tensor, v_pages: torch.Tensor, many_pairs: bool) -> DecodeConfig:
-    """The measured config for these pages, or what the rule gives."""
+def decode_config(k_pages: torch.Tensor, v_pages: torch.Tensor, kind: str) -> DecodeConfig:
+    """The measured config for these pages and this kind of batch, or what the rule gives."""
     machine = hardware(k_pages.device)
     if machine.interpreted:
         return INTERPRETED
     page_size = min(k_pages.shape[2], 128)
     head_dims = [triton.next_power_of_2(pages.shape[3]) for pages in (k_pages, v_pages)]
     entry = k_pages.element_size()
-    measured = TABLE.get((machine.arch, max(head_dims), entry, page_size, many_pairs))
+    pages = (machine.arch, max(head_dims), entry, page_size)
+    measured = TABLE.get((*pages, kind))
+    if measured is None and kind == "short":
+        measured = TABLE.get((*pages, "many"))
     return measured or rule(machine, sum(head_dims) * entry, page_size)
 
 
