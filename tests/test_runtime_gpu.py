@@ -107,45 +107,34 @@ def test_captured_steps_equal_eager_ones_bit_for_bit(kind: str, word: str, tiny:
 
 
 def test_sequences_that_outgrow_being_short(tiny: Tiny) -> None:
-    """320 (sequence, KV head) pairs pass 1,024 tokens, by their two graphs and eagerly."""
+    """320 (sequence, KV head) pairs pass 1,024 tokens: from one graph to the other, and the same
+    tokens as by functions that run once more in their place."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
     loaded = load(str(tiny("llama", **SHAPE | heads, max_position_embeddings=2048)), device="cuda")
-    memory = 40 * 1152 * sum(2 * layer.num_kv_heads * 128 for layer in loaded.layers)
+    config = EngineConfig(
+        kv_cache_dtype="fp8",
+        kv_cache_memory_bytes=40 * 1152 * sum(2 * 8 * 128 for _ in loaded.layers),
+        max_model_len=1152,
+        max_num_seqs=40,
+        max_num_batched_tokens=41_000,  # all prompts in one step
+    )
     outputs = []
-    for eager in (False, True):
-        engine = Engine(
-            loaded,
-            EngineConfig(
-                kv_cache_dtype="fp8",
-                kv_cache_memory_bytes=memory,
-                max_model_len=1152,
-                max_num_seqs=40,
-                enforce_eager=eager,
-            ),
-        )
+    for capture in (None, lambda run: run):
+        engine = Engine(loaded, config)
+        graphs = engine.executor.runner.graphs
+        assert graphs is not None
+        graphs._capture = capture or graphs._capture
         rng = random.Random(3)
-        params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=1)
-        requests = [
-            engine.add_request(
-                params, prompt_token_ids=[rng.randrange(3, 300) for _ in range(1000 + i % 7)]
-            )
-            for i in range(40)
-        ]
+        requests = []
+        for i in range(40):
+            params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+            prompt = [rng.randrange(3, 300) for _ in range(1000 + i % 7)]
+            requests.append(engine.add_request(params, prompt_token_ids=prompt))
         while engine.has_unfinished_requests:
             engine.step()
-        graphs = engine.executor.runner.graphs
-        if graphs is not None:
-            assert graphs.failure is None and {(40, 1024), (40, None)} <= graphs._replays.keys()
-        outputs.append(requests)
-    gaps = []
-    for captured, plain in zip(*outputs, strict=True):
-        for token, a, b in zip(
-            captured.output_token_ids, captured.logprobs, plain.logprobs, strict=True
-        ):
-            gaps.append(abs(a[0][1] - b[0][1]))
-            if token != b[0][0]:
-                break
-    assert max(gaps) < 0.05 and len(gaps) > 800
+        assert graphs.failure is None and {(40, 1024), (40, None)} <= graphs._replays.keys()
+        outputs.append(tokens(requests))
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
