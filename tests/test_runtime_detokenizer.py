@@ -84,6 +84,19 @@ def test_leading_space_of_sentencepiece_is_kept_after_a_prompt() -> None:
     assert stream(tokenizer, [2, 3, 1], prompt=[1]) == [" end", "s", " the", ""]
 
 
+def test_a_tokenizer_with_a_way_of_its_own_is_asked(smollm2_tokenizer: Any) -> None:
+    """Others are decoded by their backend, without what transformers does around it."""
+
+    class Shouting(type(smollm2_tokenizer)):  # type: ignore[misc]
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return super()._decode(*args, **kwargs).upper()
+
+    ids = smollm2_tokenizer("hello world")["input_ids"]
+    own = Shouting(tokenizer_object=smollm2_tokenizer.backend_tokenizer)
+    assert "".join(stream(own, ids)) == "HELLO WORLD"
+    assert TextDecoder(smollm2_tokenizer)._backend is not None
+
+
 @pytest.mark.parametrize(
     ("stop", "pieces", "shown", "found"),
     [
