@@ -221,13 +221,15 @@ def table_launch(rate: float) -> list[dict]:
     return rows
 
 
-TUNE_SHAPES = [DECODE[0], DECODE[2], DECODE[3], DECODE[5], RAGGED[1]]
+SHORT = [Shape(32, 300), Shape(64, 300), Shape(128, 300), Shape(64, 1100)]
+TUNE_SHAPES = [DECODE[0], DECODE[2], DECODE[3], DECODE[5], RAGGED[1], *SHORT]
 TUNE_CONFIGS = [
     DecodeConfig(tile, stages, programs)
     for tile, stages, programs in (
         (128, 3, 2),
         (128, 2, 2),
         (64, 3, 3),
+        (64, 3, 4),
         (64, 4, 3),
         (64, 5, 2),
         (128, 3, 3),
