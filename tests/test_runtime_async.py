@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -169,3 +170,34 @@ def test_c20_scales_are_reloaded_between_steps(tiny: Tiny, tmp_path: Path) -> No
     llm.shutdown()
     fresh = LLM(str(tmp_path / "two")).generate("hello you", greedy(20))
     assert after == fresh[0].outputs[0].token_ids != before
+
+
+def test_c20_reloading_that_fails_or_is_given_up_leaves_nobody_waiting(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated(tiny("llama"), tmp_path, query=False)
+    scales = read_scales(tmp_path)
+    llm = AsyncLLM(str(tmp_path))
+
+    async def scenario() -> None:
+        busy = threading.Event()
+        llm._submit(lambda: busy.wait(30))
+        given_up = asyncio.create_task(llm.reload_scales(scales))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        busy.set()
+        assert len(joined(await collect(llm.generate("abc", greedy(3))))[1]) == 3
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("the device has gone")
+
+        monkeypatch.setattr(llm.llm, "reload_scales", fail)
+        with pytest.raises(RuntimeError, match="the device has gone"):
+            await asyncio.wait_for(llm.reload_scales(scales), 30)
+        with pytest.raises(ModelError, match="has failed: the device has gone") as told:
+            await anext(llm.generate("abc"))
+        assert isinstance(told.value.__cause__, RuntimeError)
+
+    asyncio.run(scenario())
+    llm.shutdown()

@@ -217,6 +217,19 @@ def test_c20_scales_reloaded_under_way_hold_for_the_rest(tiny: Tiny, tmp_path: P
     assert [request.output_token_ids[5:] for request in requests] == rest
 
 
+def test_c20_a_request_that_ends_while_scales_are_reloaded_is_told(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """Its last token is on the device when the scales change; who waits for steps must hear it."""
+    calibrated(tiny("llama"), tmp_path, query=False)
+    engine = Engine(load(str(tmp_path)), EngineConfig(async_scheduling=True))
+    request = engine.add_request(SamplingParams(max_tokens=1), prompt_token_ids=[5, 6])
+    assert engine.step() == []
+    engine.reload_scales(read_scales(tmp_path))
+    assert request.finish_reason == "length"
+    assert engine.step() == [request] and engine.step() == []
+
+
 def test_scales_that_cannot_be_reloaded_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     calibrated(tiny("llama"), tmp_path / "one", query=False)
     engine = Engine(load(str(tmp_path / "one")), EngineConfig())

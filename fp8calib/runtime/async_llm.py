@@ -119,14 +119,25 @@ class AsyncLLM:
         self._submit(lambda: self._abort(request_id))
 
     async def reload_scales(self, scales: ScaleSet) -> None:
-        """LLM.reload_scales between two steps; requests that run go on with the new scales."""
+        """LLM.reload_scales between two steps; requests that run go on with the new scales.
+
+        Raises:
+            UserError, ScaleError: as LLM.reload_scales, or a shut-down engine.
+            ModelError: the engine failed.
+        """
         done: Future[None] = Future()
 
         def reload() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
+                if self._stopped:
+                    raise self._refusal()
                 self.llm.reload_scales(scales)
-            except Fp8CalibError as problem:
+            except BaseException as problem:
                 done.set_exception(problem)
+                if not isinstance(problem, Fp8CalibError):
+                    raise
             else:
                 done.set_result(None)
 
@@ -154,7 +165,10 @@ class AsyncLLM:
 
     def _refusal(self) -> UserError:
         if self._failure is not None:
-            return ModelError(f"the engine has failed: {self._failure}")
+            why = str(self._failure) or type(self._failure).__name__
+            failed = ModelError(f"the engine has failed: {why}")
+            failed.__cause__ = self._failure  # with its traceback, for whoever logs this
+            return failed
         return UserError("the engine takes no more requests: it is shutting down")
 
     def _submit(self, task: Callable[[], None]) -> bool:

@@ -83,6 +83,7 @@ class Engine:
         self._block_bytes = self.store.block_bytes()
         self._bf16_block_bytes = self.store.block_bytes(KVFormat(torch.bfloat16))
         self._in_flight: StepInFlight | None = None
+        self._taken_early: list[Request] = []  # they gained a token while scales were replaced
         self._decoder = TextDecoder(loaded.tokenizer)
         self._ids = itertools.count()
 
@@ -208,7 +209,7 @@ class Engine:
             self._remove(request)
 
     def step(self) -> list[Request]:
-        """One forward pass; returns the requests that gained a token (or failed).
+        """One forward pass; returns the requests that gained a token (or failed) since the last.
 
         With asynchronous scheduling the pass is only started, and the tokens are those of the pass
         before: a request that these end has taken part once too often, and what comes of that is
@@ -221,7 +222,9 @@ class Engine:
         done, self._in_flight = self._in_flight, self._start_step()
         if not self.asynchronous:
             done, self._in_flight = self._in_flight, None
-        advanced = self._take_tokens(done) if done else []
+        advanced, self._taken_early = self._taken_early, []
+        if done is not None:
+            advanced += self._take_tokens(done)
         self._note_state()
         self.stats.seconds += time.perf_counter() - started
         return advanced
@@ -289,7 +292,7 @@ class Engine:
         require(problems_found, "the new scales")
         if self._in_flight is not None:
             done, self._in_flight = self._in_flight, None
-            self._take_tokens(done)
+            self._taken_early += self._take_tokens(done)
         self.store.reload_scales(scales)
         self.kv = replace(self.kv, kv_format=self.store.kv_format)
         self.scheduler.forget_prefixes(fingerprint(self.store.kv_format))
