@@ -108,7 +108,8 @@ def test_refused_completions(
 CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages: List should have at least 1 item"),
     ({"messages": "hello"}, "messages: Input should be a valid list"),
-    ({"messages": [{"content": "hello"}]}, "messages: Field required"),
+    ({"messages": [*HELLO, {"content": "hello"}]}, "messages.1.role: Field required"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type 'image_url'"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "without its text"),
     ({"messages": [{"role": "user", "content": "x" * 101}]}, "this server's limit of 100"),
@@ -181,6 +182,9 @@ def test_longer_than_the_model(running: Running, tiny: Tiny) -> None:
             body = {"prompt": "x" * (100 if asked is None else 96), "max_tokens": asked}
             error = error_of(httpx.post(f"{short.url}/v1/completions", json=body))
             assert error["code"] == "context_length_exceeded" and error["param"] == param
+        chat = {"messages": HELLO, "max_completion_tokens": 99}
+        error = error_of(httpx.post(f"{short.url}/v1/chat/completions", json=chat))
+        assert error["param"] == "max_completion_tokens"
         body = {"prompt": "x" * 96, "max_tokens": 4}
         assert httpx.post(f"{short.url}/v1/completions", json=body).status_code == 200
 

@@ -49,20 +49,19 @@ async def chat(
     check_request(body, model.limits)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
-    max_tokens, names = body.max_tokens, {"logprobs": "top_logprobs"}
+    max_tokens, length_field = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
-        max_tokens = body.max_completion_tokens
-        names["max_tokens"] = "max_completion_tokens"
+        max_tokens, length_field = body.max_completion_tokens, "max_completion_tokens"
     params = sampling_params(
         body,
         model.default_sampling,
         model.limits,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        names=names,
+        names={"logprobs": "top_logprobs", "max_tokens": length_field},
     )
     prompt = await asyncio.to_thread(_prompt, model, body)
-    model.check_length(prompt, max_tokens, "messages")
+    model.check_length(prompt, max_tokens, "messages", length_field)
     tally = Tally()
     deltas = generate(model.llm, [prompt], params, tally)
     if body.stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -61,6 +62,10 @@ def as_api_error(problem: Exception) -> APIError:
     _log.error("a request failed", exc_info=problem)
     if isinstance(problem, ModelError):
         return APIError(str(problem), status=500)
+    return _unexpected(problem)
+
+
+def _unexpected(problem: Exception) -> APIError:
     return APIError(f"unexpected {type(problem).__name__}; the server's log has more", status=500)
 
 
@@ -88,21 +93,22 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_exception(request: Request, problem: Exception) -> JSONResponse:
-        message = f"unexpected {type(problem).__name__}; the server's log has more"
-        return error_response(APIError(message, status=500))  # uvicorn logs it
+        return error_response(_unexpected(problem))  # uvicorn logs it
 
 
 def _invalid(errors: Sequence[Any]) -> APIError:
-    """pydantic's findings in one line. A field with alternatives, like `prompt`, has one finding
-    for each; they are joined."""
+    """pydantic's findings about the first wrong field in one line, with the place that they share:
+    one with alternatives, like `prompt`, has a finding for each of them."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    name = next(iter(first["loc"][1:]), None)  # the first part is "body"
     if first["type"] == "json_invalid":
         return APIError(f"the body is not JSON: {first['ctx']['error']}")
-    if not place:
+    if name is None:
         if first["type"] == "value_error":
             return APIError(str(first["ctx"]["error"]))
         return APIError("the body must be a JSON object, sent with Content-Type: application/json")
-    name = place[0]
-    told = dict.fromkeys(error["msg"] for error in errors if name in error["loc"])
-    return APIError(f"{name}: {'; '.join(told)}", param=name)
+    found = [error for error in errors if error["loc"][1:2] == (name,)]
+    levels = zip(*(error["loc"][1:] for error in found), strict=False)
+    shared = [str(parts[0]) for parts in takewhile(lambda parts: len(set(parts)) == 1, levels)]
+    told = dict.fromkeys(error["msg"] for error in found)
+    return APIError(f"{'.'.join(shared)}: {'; '.join(told)}", param=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from fp8calib.runtime.outputs import Logprob
 from fp8calib.serve.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
@@ -58,7 +59,7 @@ def chat_logprobs(token_ids: Sequence[int], places: Sequence[Place], top: int) -
     return ChatLogprobs(content=content)
 
 
-def _token(entry: Logprob) -> dict:
+def _token(entry: Logprob) -> dict[str, Any]:
     text = entry.decoded_token
     return {"token": text, "logprob": _finite(entry), "bytes": list(text.encode())}
 

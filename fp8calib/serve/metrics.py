@@ -31,8 +31,8 @@ _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
     "generated_tokens": ("generation_tokens", "Tokens of answers."),
     "seconds": ("engine_seconds", "Seconds spent in steps of the engine."),
-    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the cache."),
-    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the cache."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
     "preemptions": ("preemptions", "Requests that gave up their pages to start over later."),
 }
 _HISTOGRAMS = {

@@ -68,10 +68,14 @@ class ServedModel:
         return await asyncio.to_thread(run)
 
     def check_length(
-        self, prompt: Sequence[int], max_tokens: int | None, field: str = "prompt"
+        self,
+        prompt: Sequence[int],
+        max_tokens: int | None,
+        field: str = "prompt",
+        length_field: str = "max_tokens",
     ) -> None:
-        """Raise APIError where a prompt, with the tokens asked for, does not fit. `field` is where
-        the request has it."""
+        """Raise APIError where a prompt, with the tokens asked for, does not fit. The fields are
+        where the request has the two."""
         most = self.limits.prompt_tokens
         if most is not None and len(prompt) > most:
             raise APIError(
@@ -84,6 +88,6 @@ class ServedModel:
             raise APIError(
                 f"a prompt has {len(prompt)} tokens{asked}; together at most "
                 f"{self.max_model_len} fit",
-                param=field if len(prompt) >= self.max_model_len else "max_tokens",
+                param=field if len(prompt) >= self.max_model_len else length_field,
                 code="context_length_exceeded",
             )
