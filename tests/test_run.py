@@ -540,7 +540,7 @@ def test_stream_yields_growing_outputs_and_can_be_left(llm: LLM) -> None:
 
 
 def test_a_wrong_prompt_leaves_nothing_behind(llm: LLM) -> None:
-    for prompts in (["fine", ""], ["fine", {"text": "x"}]):
+    for prompts in (["fine", ""], ["fine", {"text": "x"}], ["fine", [5, 6]]):
         with pytest.raises(UserError):
             llm.generate(prompts, GREEDY)
         assert not llm.engine.has_unfinished_requests

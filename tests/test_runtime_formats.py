@@ -24,8 +24,9 @@ from fp8calib.runtime.kv_cache_dtype import KVChoice, choose_kv_format
 from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import KVStore
 from fp8calib.runtime.loader import LoadedModel, load
-from fp8calib.runtime.model_runner import Chunk, ModelRunner
+from fp8calib.runtime.model_runner import ModelRunner
 from fp8calib.runtime.scoring import score
+from fp8calib.runtime.step_inputs import Chunk
 from fp8calib.scales import LayerScales, ScaleSet
 
 Tiny = Callable[..., Path]

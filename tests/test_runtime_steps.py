@@ -24,11 +24,12 @@ from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import KVStore, cache_groups
 from fp8calib.runtime.loader import LoadedModel, load
 from fp8calib.runtime.merged_projections import MergedLinear
-from fp8calib.runtime.model_runner import Chunk, ModelRunner
+from fp8calib.runtime.model_runner import ModelRunner
 from fp8calib.runtime.packed_weights import PackedLinear, pack_weights
 from fp8calib.runtime.request import Request
 from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.runtime.step_inputs import (
+    Chunk,
     HostBuffers,
     StepInputs,
     StepShape,

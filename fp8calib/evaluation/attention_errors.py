@@ -16,8 +16,9 @@ from fp8calib.layers import LayerSpec
 from fp8calib.runtime.forward_context import forward_context, set_forward_context
 from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import KVStore, LayerCache
-from fp8calib.runtime.model_runner import Chunk, ModelRunner
+from fp8calib.runtime.model_runner import ModelRunner
 from fp8calib.runtime.paged_attention import paged_attention
+from fp8calib.runtime.step_inputs import Chunk
 from fp8calib.scales import ScaleSet
 
 _BLOCK_SIZE = 16

@@ -12,7 +12,8 @@ from fp8calib.runtime.config import EngineConfig
 from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import KVStore, cache_groups, plan_blocks
 from fp8calib.runtime.loader import LoadedModel
-from fp8calib.runtime.model_runner import Chunk, ModelRunner
+from fp8calib.runtime.model_runner import ModelRunner
+from fp8calib.runtime.step_inputs import Chunk
 from fp8calib.sizes import size_text
 
 _CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 128
@@ -47,7 +48,8 @@ def make_store(
     if tokens == 0 or tokens < min(max_model_len, config.max_model_len or 0):
         raise UserError(
             f"{size_text(memory)} of KV cache hold {tokens} tokens, fewer than "
-            f"max_model_len {max_model_len}; give more memory or a smaller length"
+            f"max_model_len {max_model_len}; use a larger --kv-cache-memory or a smaller "
+            "--max-model-len"
         )
     try:
         store = KVStore(loaded.layers, kv_format, num_blocks, block_size, device)

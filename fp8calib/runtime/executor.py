@@ -9,10 +9,11 @@ import torch
 from fp8calib.console import warn
 from fp8calib.runtime.device_copy import to_device
 from fp8calib.runtime.logprobs import LogprobTensors
-from fp8calib.runtime.model_runner import Chunk, ModelRunner
+from fp8calib.runtime.model_runner import ModelRunner
 from fp8calib.runtime.request import Request, TokenLogprobs
 from fp8calib.runtime.sampler import SampledTokens, Sampler, SamplingRow
 from fp8calib.runtime.scheduler import ScheduledStep
+from fp8calib.runtime.step_inputs import Chunk
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,11 @@ class LLM:
                 ``{"prompt_token_ids": ids}``; one or several.
             sampling_params: for all prompts, or one each.
             use_tqdm: show progress on stderr when there are several prompts.
+
+        Raises:
+            UserError: a prompt that cannot run, named by its number, or parameters that cannot be
+                had.
+            ModelError: the device's memory is not enough, or the model's logits are NaN.
         """
         return self._finish(self._add(prompts, sampling_params), use_tqdm)
 
@@ -135,7 +140,10 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling params")
+            raise UserError(
+                f"{len(prompts)} prompts, but {len(sampling_params)} sampling params; give one for "
+                "all, or one for each"
+            )
         groups: list[RequestGroup] = []
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
@@ -153,11 +161,11 @@ class LLM:
     def _add_one(self, prompt: Prompt, params: SamplingParams) -> RequestGroup:
         if isinstance(prompt, str):
             return self.engine.add_group(params, prompt)
-        unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
-        if unknown or not prompt:
+        got = list(prompt) if isinstance(prompt, Mapping) else [f"a {type(prompt).__name__}"]
+        if not got or not {"prompt", "prompt_token_ids"}.issuperset(got):
             raise UserError(
                 "a prompt is a text, or has the key prompt or prompt_token_ids; got "
-                f"{', '.join(sorted(prompt)) or 'nothing'}"
+                f"{', '.join(map(str, got)) or 'nothing'}"
             )
         return self.engine.add_group(params, prompt.get("prompt"), prompt.get("prompt_token_ids"))
 

@@ -113,11 +113,8 @@ def _is_attention_group(group: Any) -> bool:
     return (
         isinstance(group, dict)
         and not group.get("weights")
-        and bool(
-            all(
-                "attn" in t.lower() or "attention" in t.lower()
-                for t in group.get("targets") or [""]
-            )
+        and all(
+            "attn" in t.lower() or "attention" in t.lower() for t in group.get("targets") or [""]
         )
     )
 

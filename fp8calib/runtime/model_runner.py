@@ -18,8 +18,6 @@ from fp8calib.runtime.paged_attention import PAGED_ATTENTION
 from fp8calib.runtime.sampler import Sampler
 from fp8calib.runtime.step_inputs import Chunk, HostBuffers, StepInputs, shape_of, write_step
 
-__all__ = ["Chunk", "ModelRunner"]
-
 
 class ModelRunner:
     """A model on a KVStore. The model's attention is the paged one from here on; several runners

@@ -43,7 +43,6 @@ class Scheduler:
         prefix_root: bytes | None = None,
     ) -> None:
         self.block_manager = block_manager
-        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prefix_root = prefix_root
         self.waiting: deque[Request] = deque()

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from fp8calib.layers import LayerSpec
 from fp8calib.runtime.kv_format import KVFormat
 from fp8calib.runtime.kv_store import KVStore, cache_groups
-from fp8calib.runtime.model_runner import Chunk, ModelRunner
+from fp8calib.runtime.model_runner import ModelRunner
+from fp8calib.runtime.step_inputs import Chunk
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ def check_supported(config: PretrainedConfig, layers: Sequence[LayerSpec] | None
     """
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or []
-    odd = {kind: kinds.index(kind) for kind in kinds if kind not in _ATTENTION_TYPES}
-    for kind, index in odd.items():
-        raise _refused(config, f"layer {index} is {kind.replace('_', ' ')}", _why(kind))
+    for index, kind in enumerate(kinds):
+        if kind not in _ATTENTION_TYPES:
+            raise _refused(config, f"layer {index} is {kind.replace('_', ' ')}", _why(kind))
     if layers is not None:
         missing = set(range(text.num_hidden_layers)) - {layer.index for layer in layers}
         if missing:
