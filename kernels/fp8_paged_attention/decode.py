@@ -31,7 +31,7 @@ Why not one launch
     Letting the last piece of a pair join them costs more than the second launch once a pair has 16
     pieces, and the same where nothing is cut (measured).
 
-Left out
+Elsewhere
     Native pages and GPUs without FP8 (before SM 89) take the same kernel with 16-bit operands,
     FP8 codes widened in registers. The explicit Hopper version is decode_hopper.py.
 """

@@ -6,10 +6,11 @@ The T tiles of all (sequence, KV head) pairs are shared out among N programs (as
 once) in one of two ways:
 
 In pieces: one program for each pair, those with most tiles first, and pairs with more than a limit
-of tiles cut into equal pieces, which are put together afterwards. With many pairs the limit is T/N,
-so that few pairs are cut; with few pairs it is the smallest with which the pieces number at most N.
+of tiles cut into equal pieces, which are put together afterwards. With many pairs the limit is T/N
+(at least 4), so that few pairs are cut; with few pairs it is the smallest with which the pieces
+number at most N.
 
-Flat, for few pairs whose pieces would come out much larger than T/N: program c takes the tiles
+Flat, for few pairs that would need a limit of more than a tile above T/N: program c takes the tiles
 ``c*T/N .. (c+1)*T/N`` of all in a row. All programs have the same work, but a program whose range
 crosses from one pair to the next starts twice.
 

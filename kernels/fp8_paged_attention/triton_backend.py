@@ -23,10 +23,10 @@ MAX_DECODE_TOKENS = 8
 """With at most so many new tokens a sequence, a batch is decoded; else it is prefilled."""
 
 GLUON_TESTED = ((3, 6), (3, 9))
-"""First and last release of Triton that decode_hopper.py was tested with."""
+"""First and last release of Triton that the kernels in Gluon were tested with."""
 
 USE_GLUON = True
-"""Whether Hopper decodes with its own kernel (False: with plain Triton's, to compare them)."""
+"""Whether Hopper has kernels of its own (False: plain Triton's, to compare them)."""
 
 ACCURATE, FP8, WIDE = 0, 1, 2
 JOINED_PIECES = 64

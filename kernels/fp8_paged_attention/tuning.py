@@ -1,6 +1,6 @@
 """How the decode kernels are cut: measured configs, and a rule for all other shapes.
 
-The table's numbers come from ``benchmarks/kernels.py --tune``.
+The table's numbers come from ``benchmarks/kernels.py tune``.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,8 @@ def decode_config(k_pages: torch.Tensor, v_pages: torch.Tensor, kind: str) -> De
 
 
 def rule(machine: Hardware, token_bytes: int, page_size: int) -> DecodeConfig:
-    """A tile within a page of at most 32 KiB, and as many stages, up to 3, as memory holds."""
+    """128 tokens a tile where a page has so many and they take at most 32 KiB, else 64, or 32 where
+    two of those do not fit the memory; and as many stages as it holds, 2 or 3."""
     tile = 128 if page_size >= 128 and 128 * token_bytes <= 32 << 10 else 64
     shared = _SHARED_KIB.get(machine.arch, _SHARED_KIB_OTHER) << 10
     if tile * token_bytes * 2 > shared and machine.arch != 90:
