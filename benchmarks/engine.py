@@ -6,8 +6,9 @@
 On a GPU the model has Llama-3.1-8B's shape and random bfloat16 weights. Long contexts are not
 prefilled: their pages are filled with random values, and the requests placed behind them. Every
 number of a part is taken in the same run, once with FP8 pages (at scale 1.0) and once with bfloat16
-ones. On a CPU the model is a real one, and beside it runs transformers' `generate` with sdpa on the
-same prompts, padded on the left. Results are a table on stderr and JSON on stdout.
+ones (host time with FP8 alone). Throughput has transformers' continuous batching beside it. On a
+CPU the model is a real one, and beside it runs transformers' `generate` with sdpa on the same
+prompts, padded on the left. Results are a table on stderr and JSON on stdout.
 """
 
 from __future__ import annotations

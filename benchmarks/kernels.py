@@ -300,7 +300,8 @@ def compile_all(tables: list[str], processes: int) -> None:
     for table in tables:
         for shape in DECODE:
             if table in ("decode", "ragged"):
-                add(shape, "accurate"), add(shape, "fp8")
+                add(shape, "accurate")
+                add(shape, "fp8")
             if table == "native":
                 add(replace(shape, dtype=torch.bfloat16), "accurate")
             if table == "pages":

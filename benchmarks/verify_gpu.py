@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from llama_shape import make_model
 
 from fp8calib.attention import probe, use_attention
 from fp8calib.checkpoint import Checkpoint
@@ -36,22 +36,7 @@ SCALE = np.full(1, 0.02, np.float32)  # holds values up to 9: those of a random 
 
 
 def load_random(layers: int) -> LoadedModel:
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131_072,
-        rope_theta=500_000.0,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    model = model.eval().requires_grad_(False)
+    model = make_model(layers)
     nothing = cast(Checkpoint, None)
     return LoadedModel("random", nothing, model, None, probe(model), frozenset(), 131_072)
 
