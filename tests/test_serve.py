@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,11 @@ from serving import Running, serving, wait_for
 
 from fp8calib import LLM, SamplingParams
 from fp8calib.runtime.async_llm import AsyncLLM
+from fp8calib.runtime.outputs import CompletionOutput, Logprob, RequestOutput
 from fp8calib.serve import sse
+from fp8calib.serve.echo import with_prompts
+from fp8calib.serve.generation import Delta
+from fp8calib.serve.logprobs import completion_logprobs
 from fp8calib.serve.settings import ServerSettings
 
 Tiny = Callable[..., Path]
@@ -155,6 +159,24 @@ def test_echo_scores_a_prompt(client: openai.OpenAI, llm: LLM, max_tokens: int) 
     assert "".join(piece.text for piece in pieces) == answer.choices[1].text
     offsets = [x for piece in pieces if piece.logprobs for x in piece.logprobs.text_offset or ()]
     assert answer.choices[1].logprobs and offsets == answer.choices[1].logprobs.text_offset
+
+
+def test_an_echo_that_is_given_up_has_the_log_probabilities_that_are_known() -> None:
+    news = CompletionOutput(0, "", [], "abort", None, logprobs=[])
+    known = [None, {6: Logprob(-1.5, 1, "b")}]
+    output = RequestOutput("1", None, [5, 6, 7], [news], True, prompt_logprobs=known)
+
+    async def deltas() -> AsyncGenerator[Delta, None]:
+        yield 0, output
+
+    async def echoed() -> CompletionOutput:
+        ((_, found),) = [delta async for delta in with_prompts(deltas(), ["abc"], False)]
+        return found.outputs[0]
+
+    piece = asyncio.run(echoed())
+    assert piece.text == "abc" and piece.logprobs is not None
+    found = completion_logprobs(piece.token_ids, piece.logprobs, 0, lambda token: f"<{token}>")
+    assert found.tokens == ["<5>", "b", "<7>"] and found.token_logprobs == [None, -1.5, None]
 
 
 def test_stops(client: openai.OpenAI, llm: LLM) -> None:

@@ -19,6 +19,7 @@ from serving import Running, serving
 from fp8calib.errors import UserError
 from fp8calib.runtime.async_llm import AsyncLLM
 from fp8calib.serve.app import create_app
+from fp8calib.serve.protocol import CompletionRequest
 from fp8calib.serve.settings import Limits, ServerSettings
 
 Tiny = Callable[..., Path]
@@ -149,6 +150,15 @@ RAW: list[tuple[bytes, str]] = [
     (b'{"prompt": "a", "stop": "\\udfff"}', "half of a surrogate pair"),
     (b'{"prompt": "\xff"}', "error parsing the body"),
 ]
+
+
+def test_a_body_nested_too_deeply_is_refused() -> None:
+    """What the parser still takes may be too deep for those after it."""
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        CompletionRequest.model_validate({"prompt": "a", "other": deep})
 
 
 @pytest.mark.parametrize(("body", "message"), RAW)

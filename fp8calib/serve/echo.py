@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from fp8calib.runtime.outputs import CompletionOutput, RequestOutput
 from fp8calib.serve.generation import Delta
@@ -40,11 +41,15 @@ async def with_prompts(
 
 
 def _begun(news: CompletionOutput, output: RequestOutput, text: str) -> CompletionOutput:
+    logprobs: list[Any] | None = None
+    if news.logprobs is not None:
+        places = output.prompt_logprobs or []
+        # A request that is given up may have only some of its prompt's.
+        unknown = [None] * (len(output.prompt_token_ids) - len(places))
+        logprobs = [*places, *unknown, *news.logprobs]
     return replace(
         news,
         text=text + news.text,
         token_ids=[*output.prompt_token_ids, *news.token_ids],
-        logprobs=None
-        if news.logprobs is None
-        else [*(output.prompt_logprobs or ()), *news.logprobs],
+        logprobs=logprobs,
     )

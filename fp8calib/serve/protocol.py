@@ -85,6 +85,8 @@ class GenerationRequest(_Request):
                 json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("a text holds half of a surrogate pair: it is no Unicode") from None
+        except RecursionError:
+            raise ValueError("the body is nested too deeply") from None
         return data
 
 
