@@ -539,6 +539,14 @@ def test_stream_yields_growing_outputs_and_can_be_left(llm: LLM) -> None:
     assert llm.engine.block_manager.pools[0].num_used == 0
 
 
+def test_a_stream_tells_its_end_whoever_made_the_steps(llm: LLM) -> None:
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+    llm.generate("other", GREEDY)
+    (last,) = stream
+    assert last.finished and last.outputs == llm.generate("hello", GREEDY)[0].outputs
+
+
 def test_a_wrong_prompt_leaves_nothing_behind(llm: LLM) -> None:
     for prompts in (["fine", ""], ["fine", {"text": "x"}], ["fine", [5, 6]]):
         with pytest.raises(UserError):

@@ -89,6 +89,8 @@ def test_what_cannot_run_is_refused_at_the_first_step(engine: AsyncLLM) -> None:
     ):
         with pytest.raises(UserError, match=message):
             asyncio.run(first(**arguments))
+    with pytest.raises(TypeError):
+        asyncio.run(first(prompt_token_ids=["a"]))
     assert engine.is_running
 
 

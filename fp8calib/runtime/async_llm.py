@@ -234,7 +234,7 @@ class AsyncLLM:
             stream.group = self.llm.engine.add_group(
                 params, prompt, prompt_token_ids, stream.request_id
             )
-        except Fp8CalibError as problem:
+        except Exception as problem:  # its own, whatever it is: nothing was added
             self._send([(stream, problem)])
         else:
             self._streams[stream.request_id] = stream

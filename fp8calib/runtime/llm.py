@@ -114,11 +114,16 @@ class LLM:
         count up in the order of `prompts`. Closing the iterator gives up what is unfinished."""
         groups = self._add(prompts, sampling_params)
         of = {request: group for group in groups for request in group.requests}
+        untold = dict.fromkeys(groups)  # those whose end was not yielded yet
         try:
             while not all(group.finished for group in groups):
                 grown = {of[r]: None for r in self.engine.step() if r in of}
                 for group in grown:
+                    if group.finished:
+                        untold.pop(group)
                     yield self._output(group)
+            for group in untold:  # it came in a step of another call
+                yield self._output(group)
         finally:
             self._abort(groups)
 
