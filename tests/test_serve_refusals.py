@@ -170,7 +170,11 @@ def test_bodies_that_are_none(running: Running, body: bytes, message: str) -> No
 
 
 def test_other_routes_methods_and_content_types(running: Running) -> None:
-    for method, path, status in (("GET", "/no", 404), ("GET", "/v1/completions", 405)):
+    for method, path, status in (
+        ("GET", "/no", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/v1/completions", 405),
+    ):
         response = httpx.request(method, running.url + path)
         assert response.status_code == status
         error_of(response)

@@ -33,7 +33,7 @@ class _Stream:
 
 
 class AsyncLLM:
-    """A LLM whose engine runs in a background thread; many asyncio tasks use it.
+    """An LLM whose engine runs in a background thread; many asyncio tasks use it.
 
     >>> llm = AsyncLLM("demo:smollm2-135m-instruct")
     >>> async for news in llm.generate("The capital of France is"):
@@ -90,15 +90,12 @@ class AsyncLLM:
                 that would), parameters that cannot be had, an id in use, or a shut-down engine.
             ModelError: the engine failed.
         """
-        if not self.is_running:
-            raise self._refusal()
-        engine = self.llm.engine
         if prompt_token_ids is None:
-            prompt_token_ids = await asyncio.to_thread(engine.tokenize, prompt or "")
+            prompt_token_ids = await asyncio.to_thread(self.llm.engine.tokenize, prompt or "")
         request_id = request_id or uuid4().hex
         stream = _Stream(request_id, asyncio.get_running_loop(), asyncio.Queue())
         wanted, ids = params or SamplingParams(), prompt_token_ids
-        if not self._submit(lambda: self._add(stream, wanted, prompt, ids)):
+        if not (self.is_running and self._submit(lambda: self._add(stream, wanted, prompt, ids))):
             raise self._refusal()
         finished = False
         try:

@@ -72,8 +72,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> ModelCard:
-        model.check_name(name)
-        return next(card for card in model.cards() if card.id == name)
+        return model.card(name)
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Any:

@@ -32,18 +32,25 @@ class ServedModel:
 
     def check_name(self, name: str | None) -> None:
         """Raise APIError for another model's name; a request without one means this model."""
-        if name and name not in self.settings.model_names:
-            raise APIError(
-                f"the model {name!r} does not exist; this server has {self.name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        if name:
+            self.card(name)
 
     def check_running(self) -> None:
         """Raise APIError when the engine takes no requests: it has failed, or shuts down."""
         if not self.llm.is_running:
             raise APIError("the engine has stopped", status=503)
+
+    def card(self, name: str) -> ModelCard:
+        """The model under one of its names; APIError for another's."""
+        for card in self.cards():
+            if card.id == name:
+                return card
+        raise APIError(
+            f"the model {name!r} does not exist; this server has {self.name!r}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
 
     def cards(self) -> list[ModelCard]:
         return [
