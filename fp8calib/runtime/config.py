@@ -17,6 +17,7 @@ class EngineConfig:
         `kv_cache_dtype.choose_kv_format`.
     dtype: of weights and activations: auto (the checkpoint's), bfloat16, float16, float32.
     device: auto, cpu, cuda or cuda:N.
+    trust_remote_code: run code that comes with the checkpoint.
     max_model_len: tokens of a sequence, prompt and answer; None is what the model was made for.
     max_num_seqs: sequences that run at a time.
     max_num_batched_tokens: new tokens in one step; longer prompts take several.
