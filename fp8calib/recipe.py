@@ -13,12 +13,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from fp8calib.errors import RecipeError
 from fp8calib.layers import split_skip_layers
 
 MAX_RECIPE_BYTES = 1_000_000
+_MAX_VALUES = 100_000
 
 
 def parse_observer(text: str) -> tuple[str, float | None]:
@@ -38,7 +46,15 @@ def parse_observer(text: str) -> tuple[str, float | None]:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("must not be true or false")
+        return value
 
 
 class Calibration(_Section):
@@ -176,8 +192,25 @@ def parse_recipe(text: str, where: str) -> Recipe:
         raise RecipeError(f"{where}: not YAML: {' '.join(str(problem).split())}") from None
     if not isinstance(content, dict):
         raise RecipeError(f"{where}: a recipe is a mapping with a `calibration` section")
+    _check_extent(content, where)
     # An empty section means its defaults.
     return parse_content({key: value for key, value in content.items() if value is not None}, where)
+
+
+def _check_extent(content: dict[str, Any], where: str) -> None:
+    """Refuse what aliases make large, or endless, of a small file."""
+    left: list[Any] = [content]
+    count = 1
+    while left:
+        value = left.pop()
+        inside = list(value.values()) if isinstance(value, dict) else value
+        if isinstance(inside, list):
+            count += len(inside)
+            if count > _MAX_VALUES:
+                raise RecipeError(
+                    f"{where}: more than {_MAX_VALUES:,} values, counting what aliases repeat"
+                )
+            left += inside
 
 
 def parse_content(content: Any, where: str) -> Recipe:

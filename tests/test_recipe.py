@@ -65,6 +65,16 @@ def test_options_win_over_the_recipe(tmp_path: Path) -> None:
             "llmcompressor: {q_stage: {q_modifiers: {X: {kv_cache_scheme: {}}}}}",
             "leave kv_cache_scheme out",
         ),
+        ("calibration: {samples: yes}", r"calibration\.samples: must not be true or false"),
+        ("gates: {max_kl: true}", r"gates\.max_kl: must not be true or false, got True"),
+        ("gates: {max_kl: .inf}", r"gates\.max_kl: .*finite number"),
+        ("llmcompressor: &x {a_stage: *x}", "mine.yaml: more than 100,000 values"),
+        (
+            "llmcompressor: {a: &a [1, 1], b: &b [*a, *a]"
+            + "".join(f", {y}: &{y} [{', '.join([f'*{x}'] * 99)}]" for x, y in ("bc", "cd", "de"))
+            + "}",
+            "counting what aliases repeat",
+        ),
     ],
 )
 def test_what_a_recipe_cannot_say(text: str, message: str) -> None:
@@ -78,6 +88,8 @@ def test_a_recipe_that_is_not_there() -> None:
         load_recipe("fp8_kv")
     with pytest.raises(RecipeError, match=r"missing\.yaml: cannot be read"):
         load_recipe("missing.yaml")
+    with pytest.raises(RecipeError, match="there is no recipe ''"):
+        load_recipe("")
 
 
 FP8 = {

@@ -105,7 +105,7 @@ def calibrate(
     """
     from fp8calib.recipe import Recipe, load_recipe
 
-    chosen = (load_recipe(recipe) if recipe else Recipe()).with_options(
+    chosen = (Recipe() if recipe is None else load_recipe(recipe)).with_options(
         strategy=strategy,
         dataset=dataset,
         split=split,

@@ -230,7 +230,7 @@ def _gates(given: dict[str, Any], recipe: str | None) -> Gates:
         if wanted is not None and not given.get(check):
             raise UserError(f"{_flag(wanted)} needs {_flag(check)}")
     limits = {name: given[name] for name in Gates.model_fields if name in given}
-    return (load_recipe(recipe) if recipe else Recipe()).with_gates(**limits).gates
+    return (Recipe() if recipe is None else load_recipe(recipe)).with_gates(**limits).gates
 
 
 def _flag(name: str) -> str:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ class Budget:
     def __post_init__(self) -> None:
         if (self.kl is None) == (self.share is None):
             raise UserError("give one budget: --budget-kl or --keep-bytes")
-        if self.kl is not None and not self.kl > 0:
+        if self.kl is not None and not 0 < self.kl < math.inf:
             raise UserError(f"--budget-kl must be above 0, got {self.kl:g}")
 
 
