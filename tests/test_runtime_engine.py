@@ -265,6 +265,7 @@ def test_prompt_log_probabilities(llama: LoadedModel, budget: int) -> None:
     for _ in range(2):  # the second time with the prefix in the cache, which must not be used
         group = engine.add_group(params, prompt_token_ids=prompt)
         drain(engine)
+    assert engine.stats.prefix_cache_queries == 2 * len(prompt)  # by the other completion alone
     output = RequestOutput.of(group, str)
     with torch.inference_mode(), use_attention(llama.model, "sdpa"):
         expected = llama.model(torch.tensor([prompt])).logits[0].log_softmax(-1)

@@ -235,7 +235,7 @@ class Engine:
         for request in step.admitted:
             if not request.output_token_ids:
                 request.num_cached_tokens = request.num_computed
-            if self.config.enable_prefix_caching:
+            if self.config.enable_prefix_caching and not request.wants_prompt_logprobs:
                 self.stats.prefix_cache_queries += len(request.token_ids)
                 self.stats.prefix_cache_hits += request.num_computed
         if not step.requests:
