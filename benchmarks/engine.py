@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -431,7 +432,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="on a CPU")
     args = parser.parse_args()
     results = on_gpu(args) if args.device == "cuda" else on_cpu(args)
-    results |= {"torch": torch.__version__, "arguments": " ".join(sys.argv[1:])}
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    results |= {**versions, "arguments": " ".join(sys.argv[1:])}
     print_json(results)
 
 
