@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE
 
+from fp8calib.errors import ModelError
+from fp8calib.runtime import executor as executor_module
 from fp8calib.runtime.compiled_layers import compile_layers
 from fp8calib.runtime.config import EngineConfig
 from fp8calib.runtime.cuda_graphs import DecodeGraphs, batch_sizes
@@ -27,6 +29,7 @@ from fp8calib.runtime.merged_projections import MergedLinear
 from fp8calib.runtime.model_runner import ModelRunner
 from fp8calib.runtime.packed_weights import PackedLinear, pack_weights
 from fp8calib.runtime.request import Request
+from fp8calib.runtime.sampler import SamplingRow
 from fp8calib.runtime.sampling_params import SamplingParams
 from fp8calib.runtime.step_inputs import (
     Chunk,
@@ -121,6 +124,40 @@ def test_preempted_requests_end_undisturbed(kind: str, request: pytest.FixtureRe
     if kind == "llama":
         assert engines[0].stats.preemptions > 0
     assert_same(run(loaded), small)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
+def test_a_step_without_enough_memory_can_be_tried_again(
+    ahead: bool, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the model has run, and the device has chosen its tokens; nothing is lost."""
+    expected = run(llama)
+    engine = Engine(llama, EngineConfig(**SMALL, async_scheduling=ahead))
+    requests = [
+        engine.add_request(params_of(i), prompt_token_ids=prompt)
+        for i, prompt in enumerate(random_prompts(16, 40))
+    ]
+    failures = 0
+    row_of, rng = executor_module._sampling_row, random.Random(1)
+
+    def failing(request: Request) -> SamplingRow:
+        if rng.random() < 0.05:
+            raise torch.OutOfMemoryError("none left")
+        return row_of(request)
+
+    monkeypatch.setattr(executor_module, "_sampling_row", failing)
+    told: list[Request] = []
+    while engine.has_unfinished_requests:
+        try:
+            told += engine.step()
+        except ModelError as problem:
+            assert "more memory" in str(problem)
+            failures += 1
+    told += engine._taken_early
+    assert failures > 5 and engine.stats.pages_used == 0
+    assert_same(expected, requests)
+    for request in requests:
+        assert told.count(request) == request.num_output
 
 
 def replayed(engine: Engine) -> None:

@@ -83,7 +83,7 @@ class Engine:
         self._block_bytes = self.store.block_bytes()
         self._bf16_block_bytes = self.store.block_bytes(KVFormat(torch.bfloat16))
         self._in_flight: StepInFlight | None = None
-        self._taken_early: list[Request] = []  # they gained a token while scales were replaced
+        self._taken_early: list[Request] = []  # they gained a token between two steps
         self._decoder = TextDecoder(loaded.tokenizer)
         self._ids = itertools.count()
 
@@ -247,11 +247,18 @@ class Engine:
             # Blocks of this step can be found already, and may never have been written.
             self.block_manager.forget_cached()
             if isinstance(problem, torch.OutOfMemoryError):
+                self._take_early()  # the device may have forgotten them when it tries again
                 raise ModelError(
                     "a step needs more memory than the device has left; use a smaller "
                     "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs"
                 ) from None
             raise
+
+    def _take_early(self) -> None:
+        """Wait for the step in flight; `step` tells of its tokens."""
+        if self._in_flight is not None:
+            done, self._in_flight = self._in_flight, None
+            self._taken_early += self._take_tokens(done)
 
     def _take_tokens(self, done: StepInFlight) -> list[Request]:
         advanced = []
@@ -290,9 +297,7 @@ class Engine:
         """
         problems_found = problems(scales, self.loaded.layers)
         require(problems_found, "the new scales")
-        if self._in_flight is not None:
-            done, self._in_flight = self._in_flight, None
-            self._taken_early += self._take_tokens(done)
+        self._take_early()
         self.store.reload_scales(scales)
         self.kv = replace(self.kv, kv_format=self.store.kv_format)
         self.scheduler.forget_prefixes(fingerprint(self.store.kv_format))

@@ -50,7 +50,8 @@ class StepExecutor:
         self.sampler = sampler
 
     def start(self, step: ScheduledStep) -> StepInFlight:
-        """Start a step that is not empty, and count its tokens as computed and pending."""
+        """Start a step that is not empty, and count its tokens as computed and pending; if it
+        fails, nothing is counted."""
         for request in step.admitted:
             if request.params.penalized:
                 assert request.slot is not None
@@ -72,12 +73,14 @@ class StepExecutor:
             if count == request.num_new:
                 requests.append(request)
                 last.append(row - 1)
-            request.num_computed += count
         if len(last) < len(logits):
             at = to_device(last, torch.int64, logits.device)
             logits, likeliest = logits[at], likeliest[at]
         rows = [_sampling_row(request) for request in requests]
         sampled = self.sampler.sample(logits, rows, likeliest)
+        # Only now: whatever fails before this can be tried again.
+        for request, count in step.requests:
+            request.num_computed += count
         for request in requests:
             request.num_pending += 1
         return StepInFlight(requests, sampled, prompts)
